@@ -1,0 +1,51 @@
+"""hfspec: any Hugging Face `generate()` made faster by speculative decoding, with the same tokens.
+
+    hfspec.patch(model, draft=small_model)
+    model.generate(**inputs, max_new_tokens=256)
+    print(hfspec.stats(model))
+
+To know the code, read `patch`, `decode`, `loop`, `draft/model` and `accept/walk`, in this order.
+"""
+
+from hfspec.compare import Verdict, verify
+from hfspec.config import DraftBudget
+from hfspec.draft.base import Context, DraftSession, DraftSource
+from hfspec.errors import (
+    ConfigError,
+    DraftError,
+    HfspecError,
+    IncompatibleDraftError,
+    PatchError,
+    UnknownOptionError,
+    UnsupportedCallError,
+)
+from hfspec.metrics import Metrics, Stats
+from hfspec.patch import patch, patched, stats, unpatch
+from hfspec.rounds import Draft, Outcome, RoundBudget
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "Context",
+    "Draft",
+    "DraftBudget",
+    "DraftError",
+    "DraftSession",
+    "DraftSource",
+    "HfspecError",
+    "IncompatibleDraftError",
+    "Metrics",
+    "Outcome",
+    "PatchError",
+    "RoundBudget",
+    "Stats",
+    "UnknownOptionError",
+    "UnsupportedCallError",
+    "Verdict",
+    "patch",
+    "patched",
+    "stats",
+    "unpatch",
+    "verify",
+]

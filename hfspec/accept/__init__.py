@@ -1,0 +1,1 @@
+"""The verdict: which draft tokens the target takes over."""

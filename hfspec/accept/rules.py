@@ -1,0 +1,88 @@
+"""How the target chooses one token, given its processed scores and what the draft proposed there.
+
+A rule sees one position. `walk` goes on while the chosen token is the proposed one.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hfspec.sampling.noise import SeededNoise
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The draft's token at one position, and the law it was drawn from, `[vocab]`; `None` for all weight on it."""
+
+    token_id: int
+    probs: torch.Tensor | None = None
+
+
+class Rule(ABC):
+    """Chooses the next token."""
+
+    #: What a draft source is told about it.
+    name: Literal["greedy", "seeded", "rejection"]
+
+    @abstractmethod
+    def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+        """Choose from `scores` `[1, vocab]` (float32, processed); return token ids `[1]`.
+
+        `proposal` is `None` after the last draft token and in plain rounds.
+        """
+
+
+class Greedy(Rule):
+    """The likeliest token, as vanilla without `do_sample`. The proposal changes nothing."""
+
+    name = "greedy"
+
+    def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+        return scores.argmax(dim=-1)
+
+
+class Seeded(Rule):
+    """The token vanilla draws with the generator in this state. The proposal changes nothing (DESIGN §3B)."""
+
+    name = "seeded"
+
+    def __init__(self, noise: SeededNoise) -> None:
+        self._noise = noise
+
+    def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+        return self._noise.multinomial(scores.softmax(dim=-1))
+
+
+class Rejection(Rule):
+    """Accept the proposed token with probability min(1, target ÷ draft), else draw a recovered token.
+
+    The recovered token comes from the normalised positive part of target − draft, so that what is
+    chosen follows the target's law whatever the draft (Leviathan et al. 2022, arXiv 2211.17192).
+    """
+
+    name = "rejection"
+
+    def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+        target_probs = scores.softmax(dim=-1)
+        if proposal is None:
+            return torch.multinomial(target_probs, num_samples=1).squeeze(1)
+        draft_probs = self._law_of(proposal, target_probs)
+        coin = torch.rand((), device=scores.device, dtype=scores.dtype)
+        # Strict: a coin of exactly 0 must not accept a token that the target never gives.
+        if coin * draft_probs[0, proposal.token_id] < target_probs[0, proposal.token_id]:
+            return torch.tensor([proposal.token_id], device=scores.device)
+        residual = (target_probs - draft_probs).clamp_(min=0)
+        # All zero only if both laws agree to the last bit, where rejection is rounding.
+        if not bool(residual.sum() > 0):
+            residual = target_probs
+        return torch.multinomial(residual, num_samples=1).squeeze(1)
+
+    @staticmethod
+    def _law_of(proposal: Proposal, like: torch.Tensor) -> torch.Tensor:
+        if proposal.probs is not None:
+            return proposal.probs.to(like).unsqueeze(0)
+        one_hot = torch.zeros_like(like)
+        one_hot[0, proposal.token_id] = 1
+        return one_hot

@@ -1,0 +1,1 @@
+"""How many tokens to draft: what rounds cost, what they bring, and the choice."""

@@ -1,0 +1,48 @@
+"""Seconds of work on a device, measured without making the host wait for it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Span:
+    """One measured stretch of work; `seconds` is known once the device has passed its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._start = self._end = 0.0
+        if device.type == "cuda":
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+
+    def begin(self) -> None:
+        if self._events is None:
+            self._start = time.perf_counter()
+        else:
+            self._events[0].record()
+
+    def end(self) -> None:
+        if self._events is None:
+            self._end = time.perf_counter()
+        else:
+            self._events[1].record()
+
+    @property
+    def seconds(self) -> float:
+        """Length of the stretch. On CUDA this waits for its end, which the round has then long read past."""
+        if self._events is None:
+            return self._end - self._start
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+@contextmanager
+def measured(device: torch.device) -> Iterator[Span]:
+    """Measure the body of a `with` block, also when it raises."""
+    span = Span(device)
+    span.begin()
+    try:
+        yield span
+    finally:
+        span.end()

@@ -1,0 +1,1 @@
+"""Caches: the one we write ourselves, and whether a model's or a user's can be rolled back."""

@@ -1,0 +1,173 @@
+"""`hfspec.verify`: run a call both ways and say whether the tokens are the same, and if not, why.
+
+Two vanilla forwards over the same text (token by token, or at once) already differ by rounding. A
+difference in the output is a near-tie if the two tokens' scores lie closer together than such forwards do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hfspec.config import CALL_OPTIONS
+from hfspec.errors import ConfigError
+from hfspec.patch import is_patched, stats
+from hfspec.sampling.noise import SeededNoise
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The comparison of two outputs of one call.
+
+    Attributes:
+        identical: every token is the same.
+        first_difference: index of the first new token that differs.
+        margin: by how much plain decoding preferred its token there, in processed log-scores (noise
+            included when sampling).
+        tolerance: how far two vanilla forwards over that text are apart, times two (either token may move).
+        near_tie: whether the margin is within the tolerance; `None` if it could not be worked out.
+    """
+
+    identical: bool
+    first_difference: int | None = None
+    margin: float | None = None
+    tolerance: float | None = None
+    near_tie: bool | None = None
+
+    def summary(self) -> str:
+        """One line for people."""
+        if self.identical:
+            return "same tokens"
+        where = f"first difference at new token {self.first_difference}"
+        if self.near_tie is None or self.margin is None or self.tolerance is None:
+            return f"{where}; not explained"
+        verdict = "a near-tie" if self.near_tie else "NOT a near-tie"
+        return f"{where}: {verdict} (margin {self.margin:.3g}, rounding {self.tolerance:.3g})"
+
+
+def verify(model: PreTrainedModel, inputs: Any, *, seed: int = 0, **generate_kwargs: Any) -> Verdict:
+    """Run a patched model's call with and without speculation and compare the tokens.
+
+    Args:
+        inputs: token ids `[1, length]`, or a mapping such as a tokenizer returns.
+        seed: for sampled calls; the random state is left as it was.
+        generate_kwargs: as for `generate()`.
+
+    Raises:
+        PatchError: the model is not patched.
+        ConfigError: `acceptance="rejection"` with sampling keeps the law of the tokens, not the tokens.
+    """
+    stats(model)  # raises if not patched
+    if generate_kwargs.get("acceptance") == "rejection":
+        raise ConfigError(
+            "verify() compares tokens; acceptance='rejection' keeps only their law. Use 'seeded'."
+        )
+    call = _inputs(inputs) | generate_kwargs
+    plain_ids = _seeded_generate(model, seed, call | {"speculate": False})
+    speculative_ids = _seeded_generate(model, seed, call)
+    return explain_difference(
+        model, inputs, _sequences(plain_ids), _sequences(speculative_ids), seed=seed, **generate_kwargs
+    )
+
+
+def explain_difference(
+    model: PreTrainedModel,
+    inputs: Any,
+    plain_ids: torch.Tensor,
+    other_ids: torch.Tensor,
+    *,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> Verdict:
+    """Compare two outputs `[1, length]` of one call, and measure the margin at the first difference.
+
+    Args:
+        model: patched or not.
+        plain_ids: from plain `generate()`, with this `seed` set before if sampled.
+    """
+    if torch.equal(plain_ids, other_ids):
+        return Verdict(identical=True)
+    shortest = min(plain_ids.shape[1], other_ids.shape[1])
+    unequal = (plain_ids[0, :shortest] != other_ids[0, :shortest]).nonzero()
+    index = int(unequal[0]) if len(unequal) else shortest
+    num_prompt = _inputs(inputs)["input_ids"].shape[1]
+    if index == shortest:  # one stopped where the other went on: no rounding does that
+        return Verdict(False, index - num_prompt, near_tie=False)
+    margin, tolerance = _evidence(
+        model, inputs, plain_ids, index, int(other_ids[0, index]), seed, _without_ours(generate_kwargs)
+    )
+    near_tie = None if margin is None or tolerance is None else margin <= tolerance
+    return Verdict(False, index - num_prompt, margin, tolerance, near_tie)
+
+
+def _evidence(
+    model: PreTrainedModel,
+    inputs: Any,
+    plain_ids: torch.Tensor,
+    index: int,
+    other_id: int,
+    seed: int,
+    generate_kwargs: dict[str, Any],
+) -> tuple[float | None, float | None]:
+    """Margin and tolerance at position `index`, where plain chose `plain_ids[0, index]` and the other `other_id`."""
+    call = _inputs(inputs) | generate_kwargs
+    num_prompt = call["input_ids"].shape[1]
+    for name in ("streamer", "max_length", "max_time"):
+        call.pop(name, None)
+    details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    plain = {"speculate": False} if is_patched(model) else {}
+    again = _seeded_generate(model, seed, call | details | plain | {"max_new_tokens": index - num_prompt + 1})
+    plain_id = int(plain_ids[0, index])
+    if int(_sequences(again)[0, index]) != plain_id:  # not reproducible: nothing can be said
+        return None, None
+    preference = again.scores[-1][0].double()
+    temperature = 1.0
+    if generate_kwargs.get("do_sample", model.generation_config.do_sample):
+        with torch.random.fork_rng(_cuda_devices(model)):
+            torch.manual_seed(seed)
+            noise = SeededNoise().peek(again.scores[-1], position=index - num_prompt)
+        preference = preference - noise[0].double().log()
+        temperature = generate_kwargs.get("temperature", model.generation_config.temperature) or 1.0
+    margin = float(preference[plain_id] - preference[other_id])
+
+    prefix = plain_ids[:, :index]
+    at_once = {"input_ids": prefix, "attention_mask": _extended_mask(call, prefix)}
+    whole = _seeded_generate(
+        model, seed, at_once | details | plain | {"max_new_tokens": 1, "do_sample": False}
+    )
+    rounding = (whole.logits[0][0].double() - again.logits[-1][0].double()).abs().max()
+    return margin, 2 * float(rounding) / min(1.0, temperature)
+
+
+def _seeded_generate(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> Any:
+    generate: Any = model.generate
+    with torch.random.fork_rng(_cuda_devices(model)):
+        torch.manual_seed(seed)
+        return generate(**call)
+
+
+def _inputs(inputs: Any) -> dict[str, Any]:
+    return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+
+
+def _sequences(result: Any) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result.sequences
+
+
+def _without_ours(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in generate_kwargs.items() if name not in CALL_OPTIONS}
+
+
+def _extended_mask(call: dict[str, Any], prefix: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(prefix)
+    given = call.get("attention_mask")
+    if given is not None:
+        mask[:, : given.shape[1]] = given
+    return mask
+
+
+def _cuda_devices(model: PreTrainedModel) -> list[torch.device]:
+    devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
+    return sorted(devices, key=str)

@@ -1,0 +1,134 @@
+"""The only file that knows transformers releases: what differs between them, under one name each.
+
+Facts are found by looking at the installed code, not at its version number, so that a backported
+or a newer release is judged by what it does. Each has a test in `tests/host/`.
+"""
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.generation import GenerationConfig
+from transformers.generation import utils as generation_utils
+from transformers.utils import ModelOutput
+
+#: The keyword for the cache in forwards, in `generate()` and in outputs: `cache` from 5.18 or so, before it `past_key_values`.
+CACHE_KEY = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+#: Both names a user may have used for it.
+CACHE_KEYS = ("cache", "past_key_values")
+
+#: 5.x runs the prompt through `_prefill`; 4.57 prepares `cache_position` and calls the model.
+_HAS_PREFILL = hasattr(GenerationMixin, "_prefill")
+
+#: 5.x lets `prepare_inputs_for_generation` be told how many of the last ids to feed; 4.57 reads `cache_position`.
+_FEEDS_BY_LENGTH = (
+    "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+
+#: 5.x appends `num_new_tokens` to masks and positions at once; 4.57 appends one, and never to positions.
+_ADVANCES_BY_MANY = _FEEDS_BY_LENGTH
+
+#: 5.x streams a token after the stopping criteria have seen it, 4.57 before.
+STREAMS_AFTER_CRITERIA = hasattr(generation_utils, "StopCheck")
+
+#: The host's decoding loops, each a method that `generate()` looks up on `type(model)`.
+SAMPLE_METHOD = "_sample"
+OTHER_DECODING_METHODS = {
+    "_beam_search": "beam search",
+    "_assisted_decoding": "Hugging Face's own assisted generation",
+}
+
+
+def prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> tuple[ModelOutput, dict[str, Any]]:
+    """Run the prompt through the target as vanilla's `_sample` does.
+
+    Args:
+        input_ids: `[batch, prompt_length]`.
+
+    Returns:
+        The outputs, whose last logits choose the first token, and the model kwargs that went in.
+    """
+    host: Any = model
+    if _HAS_PREFILL:
+        is_first = not generation_config.is_assistant
+        return host._prefill(
+            input_ids, generation_config, model_kwargs, is_first_iteration=is_first
+        ), model_kwargs
+    model_kwargs = host._get_initial_cache_position(input_ids.shape[1], input_ids.device, model_kwargs)
+    if generation_config.prefill_chunk_size is not None:
+        model_kwargs = host._prefill_chunking(input_ids, generation_config, **model_kwargs)
+    model_inputs = host.prepare_inputs_for_generation(input_ids, **model_kwargs)
+    return model(**model_inputs, return_dict=True), model_kwargs
+
+
+def advance(
+    model: PreTrainedModel, outputs: ModelOutput, model_kwargs: dict[str, Any], num_new_tokens: int
+) -> dict[str, Any]:
+    """Return `model_kwargs` with mask, positions and token types grown by `num_new_tokens`, as vanilla grows them.
+
+    `outputs` may be empty; where it holds a cache, that cache is taken over.
+    """
+    host: Any = model
+    model_kwargs = dict(model_kwargs)
+    if _ADVANCES_BY_MANY:
+        return host._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=num_new_tokens)
+    for _ in range(num_new_tokens):
+        model_kwargs = host._update_model_kwargs_for_generation(outputs, model_kwargs)
+        # Explicit position ids are never advanced here: vanilla feeds the prompt's last one for ever.
+        if model_kwargs.get("position_ids") is not None:
+            position_ids = model_kwargs["position_ids"]
+            model_kwargs["position_ids"] = torch.cat([position_ids, position_ids[..., -1:]], dim=-1)
+    return model_kwargs
+
+
+def prepare_last(
+    model: PreTrainedModel, input_ids: torch.Tensor, num_fed: int, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Prepare a forward over the last `num_fed` of `input_ids`, the ones before being in the cache.
+
+    Args:
+        input_ids: `[batch, length]`.
+        model_kwargs: grown to the same length.
+    """
+    host: Any = model
+    if _FEEDS_BY_LENGTH:
+        return host.prepare_inputs_for_generation(input_ids, next_sequence_length=num_fed, **model_kwargs)
+    last = model_kwargs["cache_position"][-1:]
+    steps = torch.arange(1 - num_fed, 1, dtype=last.dtype, device=last.device)
+    return host.prepare_inputs_for_generation(input_ids, **(model_kwargs | {"cache_position": last + steps}))
+
+
+def decoding(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """The context in which 5.x runs every forward after the prompt (it switches kernels for experts)."""
+    host: Any = model
+    return (
+        host._optimize_model_for_decode() if hasattr(model, "_optimize_model_for_decode") else nullcontext()
+    )
+
+
+def is_full_attention(cache: Cache) -> bool:
+    """Whether every layer of `cache` keeps all positions and nothing else, so that cropping undoes a forward.
+
+    A `DynamicCache` made without a config has no layers yet and grows such layers.
+    """
+    if type(cache) is not DynamicCache or cache.offloading:
+        return False
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def empty_cache_for(config: Any) -> Cache:
+    """The cache vanilla would make for a model of this config."""
+    return DynamicCache(config=config.get_text_config(decoder=True))

@@ -1,0 +1,90 @@
+"""Keeps a failing draft source from failing the call: its drafts are checked, its errors end drafting.
+
+The target needs no draft to be right, so whatever a source does wrong costs speed alone.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from hfspec.draft.base import Context, DraftSession, DraftSource
+from hfspec.errors import DraftError
+from hfspec.rounds import Draft, Outcome, RoundBudget
+
+logger = logging.getLogger("hfspec")
+
+
+class GuardedSession(DraftSession):
+    """A session that proposes nothing any more once the one inside has failed.
+
+    Args:
+        source: started only when first asked for a draft, so that a call which drafts nothing pays nothing.
+        on_failure: told the reason, once.
+    """
+
+    def __init__(self, source: DraftSource, context: Context, on_failure: Callable[[str], None]) -> None:
+        self._source = source
+        self._context = context
+        self._on_failure = on_failure
+        self._session: DraftSession | None = None
+        self.has_failed = False
+
+    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
+        """The source's draft, or an empty one for a budget of 0 and after a failure."""
+        if budget.num_tokens > 0 and not self.has_failed:
+            try:
+                if self._session is None:
+                    self._session = self._source.start(self._context)
+                draft = self._session.propose(input_ids, budget)
+                _check_draft(draft, budget.num_tokens, self._context)
+                return draft
+            except (
+                Exception
+            ) as error:  # any fault of a source, out of memory included, must not reach the user
+                self._fail(error)
+        return Draft.empty(self._context.device)
+
+    def observe(self, outcome: Outcome) -> None:
+        if self._session is not None and not self.has_failed:
+            try:
+                self._session.observe(outcome)
+            except Exception as error:  # see propose
+                self._fail(error)
+
+    def stop(self) -> None:
+        if self._session is not None:
+            try:
+                self._session.stop()
+            except Exception as error:  # see propose
+                self._fail(error)
+            self._session = None
+
+    def _fail(self, error: Exception) -> None:
+        self.has_failed = True
+        reason = str(error) if isinstance(error, DraftError) else f"{type(error).__name__}: {error}"
+        reason = f"the draft source stopped ({reason})"
+        logger.warning("hfspec: %s. The call goes on without drafts; its output is not affected.", reason)
+        self._on_failure(reason)
+
+
+def _check_draft(draft: object, max_tokens: int, context: Context) -> None:
+    """Raise `DraftError` for anything that is not a draft of at most `max_tokens` tokens of the target's vocabulary."""
+    if not isinstance(draft, Draft) or not isinstance(draft.token_ids, torch.Tensor):
+        raise DraftError(
+            f"it proposed a {type(draft).__name__}, not an hfspec Draft of a tensor of token ids"
+        )
+    ids = draft.token_ids
+    if ids.dim() != 2 or ids.shape[0] != 1 or ids.dtype != torch.long:
+        raise DraftError(
+            f"it proposed ids of shape {list(ids.shape)} and {ids.dtype}; [1, num_tokens] int64 is needed"
+        )
+    if ids.shape[1] > max_tokens:
+        raise DraftError(f"it proposed {ids.shape[1]} tokens where at most {max_tokens} were asked for")
+    if ids.numel() and not bool(((ids >= 0) & (ids < context.vocab_size)).all()):
+        raise DraftError(f"it proposed ids outside the target's vocabulary of {context.vocab_size}")
+    if ids.device != context.device:
+        raise DraftError(f"it proposed ids on {ids.device}; the target's are on {context.device}")
+    wanted = (ids.shape[1], context.vocab_size)
+    if draft.probs is not None and tuple(draft.probs.shape) != wanted:
+        raise DraftError(f"its probabilities have shape {list(draft.probs.shape)}; {list(wanted)} is needed")

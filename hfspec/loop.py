@@ -1,0 +1,62 @@
+"""THE round: draft → verify → accept → commit, one target forward each.
+
+Every name below is one of DESIGN's words. What a call may do differently is decided before, in `decode`.
+"""
+
+import time
+
+from hfspec import compat
+from hfspec.accept.walk import Transcript, walk
+from hfspec.budget.controller import Controller
+from hfspec.budget.timing import measured
+from hfspec.draft.base import DraftSession
+from hfspec.metrics import Metrics
+from hfspec.target.forward import Target
+
+
+def generate(
+    target: Target,
+    drafter: DraftSession,
+    transcript: Transcript,
+    controller: Controller,
+    metrics: Metrics,
+    max_length: int | None,
+) -> None:
+    """Write `transcript` to its end.
+
+    Args:
+        drafter: must answer a budget of 0 tokens with an empty draft.
+        max_length: length at which a stopping criterion will end the text, if known.
+    """
+    device = transcript.input_ids.device
+    started = time.perf_counter()
+
+    # The first token comes before any drafting, as soon as in vanilla.
+    with measured(device) as prefill:
+        verified = target.prefill(transcript.input_ids)
+    transcript.record.add_states(verified, 0)
+    transcript.append(verified.logits[:, 0])
+    metrics.prefills += 1
+    metrics.prefill_seconds += prefill.seconds
+    metrics.ttft_seconds += time.perf_counter() - started
+
+    with compat.decoding(target.model):
+        while not transcript.is_finished:
+            round_started = time.perf_counter()
+            num_remaining = None if max_length is None else max_length - transcript.input_ids.shape[1]
+
+            budget = controller.next_round(num_remaining)
+            with measured(device) as drafting:
+                draft = drafter.propose(transcript.input_ids, budget)
+            with measured(device) as verifying:
+                verified = target.verify(transcript.input_ids, draft.token_ids)
+            outcome = walk(transcript, draft, verified)
+            target.keep(transcript.num_new, outcome.num_committed)
+            drafter.observe(outcome)
+
+            seconds = time.perf_counter() - round_started
+            metrics.count_round(draft, outcome, drafting.seconds, verifying.seconds)
+            controller.observe(draft, outcome, drafting.seconds, verifying.seconds, seconds)
+
+    metrics.new_tokens += transcript.num_new
+    metrics.total_seconds += time.perf_counter() - started

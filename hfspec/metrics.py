@@ -1,0 +1,266 @@
+"""What happened: counted in the round, divided only when read.
+
+Knows nothing of models; times come in as seconds and go out as milliseconds.
+"""
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from hfspec.rounds import Draft, Outcome
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+@dataclass
+class Metrics:
+    """Counts and seconds of one call, or of all calls added up.
+
+    A rate is `None` while there is nothing to divide by.
+
+    Attributes:
+        calls: `generate()` calls counted in here.
+        speculative_calls: those of them in which something was drafted.
+        new_tokens: tokens generated, whichever way.
+        rounds: target forwards over a draft of at least one token.
+        plain_rounds: target forwards without a draft (the prompt's not counted).
+        prefills: target forwards over a prompt.
+        committed_tokens: tokens those rounds committed, recovered and bonus tokens included.
+        drafted_tokens, accepted_tokens: draft tokens proposed / taken over.
+        rejected_rounds: rounds in which a draft token was rejected.
+        drafted_by_depth, accepted_by_depth: draft tokens judged / accepted at depth 1, 2, …
+        budget_histogram: rounds by number of tokens drafted.
+        draft_prefill_seconds: the draft source reading the prompt (or catching up after a pause).
+        draft_seconds, verify_seconds, plain_seconds: drafting; target forwards with a draft; target forwards
+            without one, and whole calls that the host decoded plainly.
+        prefill_seconds: target forwards over prompts.
+        total_seconds: from the first prefill to the last token.
+        ttft_seconds: from the start to the first token, one entry's worth per call.
+        fallback_reasons: why calls (or their rest) ran plain, with how often.
+    """
+
+    calls: int = 0
+    speculative_calls: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    plain_rounds: int = 0
+    prefills: int = 0
+    committed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_rounds: int = 0
+    drafted_by_depth: Counter[int] = field(default_factory=Counter)
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    budget_histogram: Counter[int] = field(default_factory=Counter)
+    draft_prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    total_seconds: float = 0.0
+    ttft_seconds: float = 0.0
+    fallback_reasons: Counter[str] = field(default_factory=Counter)
+
+    def count_round(
+        self, draft: Draft, outcome: Outcome, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        """Count one target forward after the prompt's."""
+        self.budget_histogram[draft.num_tokens] += 1
+        if draft.num_tokens == 0:
+            self.plain_rounds += 1
+            self.plain_seconds += verify_seconds
+            return
+        self.rounds += 1
+        self.verify_seconds += verify_seconds
+        if draft.caught_up:
+            self.draft_prefill_seconds += draft_seconds
+        else:
+            self.draft_seconds += draft_seconds
+        self.committed_tokens += outcome.num_committed
+        self.drafted_tokens += draft.num_tokens
+        self.accepted_tokens += outcome.num_accepted
+        self.rejected_rounds += outcome.num_accepted < outcome.num_judged
+        self.drafted_by_depth.update(range(1, outcome.num_judged + 1))
+        self.accepted_by_depth.update(range(1, outcome.num_accepted + 1))
+
+    def add(self, other: "Metrics") -> None:
+        """Add another call's counts to these."""
+        for item in dataclasses.fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, Counter):
+                mine.update(theirs)
+            else:
+                setattr(self, item.name, mine + theirs)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted ÷ drafted tokens."""
+        return _ratio(self.accepted_tokens, self.drafted_tokens)
+
+    @property
+    def acceptance_by_depth(self) -> dict[int, float]:
+        """Accepted ÷ judged tokens at depth 1, 2, …; a depth is judged only if all before it were accepted."""
+        return {
+            depth: self.accepted_by_depth[depth] / judged
+            for depth, judged in sorted(self.drafted_by_depth.items())
+        }
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens committed per target forward with a draft, recovered and bonus tokens included."""
+        return _ratio(self.committed_tokens, self.rounds)
+
+    @property
+    def rollback_rate(self) -> float | None:
+        """Rounds with a rejection ÷ rounds."""
+        return _ratio(self.rejected_rounds, self.rounds)
+
+    @property
+    def target_forward_passes(self) -> int:
+        """Target forwards that hfspec made; calls that the host decoded plainly are not in here."""
+        return self.prefills + self.plain_rounds + self.rounds
+
+    @property
+    def target_forward_passes_saved(self) -> int:
+        """Forwards that plain decoding would have made beyond these."""
+        return self.committed_tokens - self.rounds
+
+    @property
+    def draft_latency_ms(self) -> float | None:
+        """Mean time to draft one round's tokens."""
+        return _ratio(1e3 * self.draft_seconds, self.rounds)
+
+    @property
+    def verify_latency_ms(self) -> float | None:
+        """Mean time of a target forward over a draft."""
+        return _ratio(1e3 * self.verify_seconds, self.rounds)
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Time inside hfspec's loop but outside every model forward."""
+        forwards = (
+            self.prefill_seconds
+            + self.verify_seconds
+            + self.plain_seconds
+            + self.draft_seconds
+            + self.draft_prefill_seconds
+        )
+        return max(0.0, self.total_seconds - forwards)
+
+    @property
+    def overhead_ms(self) -> float | None:
+        """Mean time outside the models per target forward after prefill."""
+        return _ratio(1e3 * self.overhead_seconds, self.rounds + self.plain_rounds)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Mean time to the first token."""
+        return _ratio(1e3 * self.ttft_seconds, self.prefills)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time per token after the first (all tokens of calls that the host decoded plainly)."""
+        return _ratio(1e3 * (self.total_seconds - self.ttft_seconds), self.new_tokens - self.prefills)
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why plain decoding ran (the commonest reason, where there are several), or `None`."""
+        return (
+            max(self.fallback_reasons, key=self.fallback_reasons.__getitem__)
+            if self.fallback_reasons
+            else None
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts and all rates, ready for JSON."""
+        counts = {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+        rates = {
+            name: getattr(self, name) for name, kind in vars(type(self)).items() if isinstance(kind, property)
+        }
+        return counts | rates
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What `hfspec.stats(model)` returns: the last call and all calls since `patch()`.
+
+    Reading any metric on it directly (`stats(model).fallback_reason`) reads the last call.
+    Printed, it is a table.
+    """
+
+    last: Metrics
+    total: Metrics
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # not set yet while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.last, name)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Both as dicts, ready for JSON."""
+        return {"last": self.last.to_dict(), "total": self.total.to_dict()}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title="hfspec", title_justify="left")
+        table.add_column("")
+        table.add_column("last call", justify="right")
+        table.add_column("all calls", justify="right")
+        for (label, last), (_, total) in zip(_rows(self.last), _rows(self.total), strict=True):
+            table.add_row(label, last, total)
+        yield table
+        for reason, times in self.total.fallback_reasons.items():
+            yield f"ran plain {times}×: {reason}"
+
+    def __str__(self) -> str:
+        console = Console(width=88, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+
+def _rows(metrics: Metrics) -> list[tuple[str, str]]:
+    def share(seconds: float) -> str:
+        return _format(_ratio(100 * seconds, metrics.total_seconds), "{:.0f} %")
+
+    depths = list(metrics.acceptance_by_depth.items())[:8]
+    return [
+        ("calls (with a draft)", f"{metrics.calls} ({metrics.speculative_calls})"),
+        ("new tokens", f"{metrics.new_tokens}"),
+        (
+            "target forwards (saved)",
+            f"{metrics.target_forward_passes} ({metrics.target_forward_passes_saved})",
+        ),
+        ("rounds: with a draft / plain", f"{metrics.rounds} / {metrics.plain_rounds}"),
+        ("draft tokens: accepted / drafted", f"{metrics.accepted_tokens} / {metrics.drafted_tokens}"),
+        ("acceptance rate", _format(metrics.acceptance_rate, "{:.2f}")),
+        ("acceptance at depth 1, 2, …", " ".join(f"{rate:.2f}".lstrip("0") for _, rate in depths) or "–"),
+        ("tokens per round", _format(metrics.tokens_per_round, "{:.2f}")),
+        ("rounds with a rejection", _format(metrics.rollback_rate, "{:.0%}")),
+        (
+            "draft / verify per round, ms",
+            " / ".join(
+                _format(value, "{:.1f}") for value in (metrics.draft_latency_ms, metrics.verify_latency_ms)
+            ),
+        ),
+        ("overhead per round, ms", _format(metrics.overhead_ms, "{:.2f}")),
+        (
+            "first token / per token, ms",
+            " / ".join(_format(value, "{:.1f}") for value in (metrics.ttft_ms, metrics.tpot_ms)),
+        ),
+        ("time: target", share(metrics.prefill_seconds + metrics.verify_seconds + metrics.plain_seconds)),
+        ("time: draft", share(metrics.draft_seconds + metrics.draft_prefill_seconds)),
+        ("time: hfspec itself", share(metrics.overhead_seconds)),
+    ]
+
+
+def _format(value: float | None, template: str) -> str:
+    return "–" if value is None else template.format(value)

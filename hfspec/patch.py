@@ -1,0 +1,310 @@
+"""Put hfspec on one model and take it off again.
+
+The instance gets a subclass of its own class: same name, module and doc, with `generate` (which takes
+hfspec's keywords out) and the host's decoding loops (where `decode` steps in) overridden. Nothing is
+written into the instance, and nothing else is patched.
+"""
+
+import copy
+import dataclasses
+import functools
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
+
+from hfspec import compat, decode
+from hfspec.budget.cost import Experience
+from hfspec.cache.support import model_problem
+from hfspec.config import (
+    CALL_OPTIONS,
+    Acceptance,
+    DraftBudget,
+    OnUnsupported,
+    Options,
+    reject_misspelt,
+    reject_unknown,
+)
+from hfspec.draft.base import DraftSource
+from hfspec.draft.model import ModelDraft
+from hfspec.draft.pairing import pairing_problem
+from hfspec.errors import DraftError, IncompatibleDraftError, PatchError
+from hfspec.metrics import Stats
+from hfspec.weights import resolve
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+#: What `draft=` takes: a loaded model, the name or path of one, or any draft source.
+DraftLike = PreTrainedModel | DraftSource | str | os.PathLike[str]
+
+_PATCH_OPTIONS = ("draft", "draft_budget", "acceptance", "on_unsupported", "tokenizer", "draft_tokenizer")
+
+
+@dataclass
+class _Patch:
+    drafting: decode.Drafting
+    options: Options
+    state: decode.PatchState = field(default_factory=decode.PatchState)
+
+
+_patches: "weakref.WeakKeyDictionary[PreTrainedModel, _Patch]" = weakref.WeakKeyDictionary()
+_current_call: ContextVar[decode.Call | None] = ContextVar("hfspec_call", default=None)
+
+
+def patch(
+    model: Model,
+    draft: DraftLike | None = None,
+    *,
+    draft_budget: str | int | DraftBudget = "auto",
+    acceptance: Acceptance = "seeded",
+    on_unsupported: OnUnsupported = "warn",
+    tokenizer: Any = None,
+    draft_tokenizer: Any = None,
+    **unknown: Any,
+) -> Model:
+    """Make this model's `generate()` faster; its tokens stay the same.
+
+    Patching a patched model changes its options.
+
+    Args:
+        model: the target, a transformers model that can generate.
+        draft: a small model that shares the target's tokenizer (loaded, or a name or path to load beside
+            the target), or a `DraftSource`.
+        draft_budget: draft tokens a round: `"auto"` (measured while running), `"ratio"`, a fixed number,
+            or a `DraftBudget`.
+        acceptance: for sampled calls, `"seeded"` (the tokens plain sampling gives under the same seed) or
+            `"rejection"` (the same law, other tokens).
+        on_unsupported: `"warn"` once and run plain, or `"raise"`, for calls that cannot be sped up.
+        tokenizer, draft_tokenizer: to check that both vocabularies agree; by default looked for, without
+            network, where the models were loaded from.
+
+    Returns:
+        The same object.
+
+    Raises:
+        PatchError: `model` or `draft` is not something that can be patched, or draft.
+        IncompatibleDraftError: other tokenizer, with `on_unsupported="raise"`.
+        UnknownOptionError: a keyword that hfspec does not know (a `TypeError`).
+        ConfigError: an option's value cannot work (a `ValueError`).
+    """
+    reject_unknown(unknown, _PATCH_OPTIONS, "hfspec.patch()")
+    _check_target(model)
+    if draft is None:
+        raise PatchError(
+            "hfspec.patch() needs a draft: pass draft= a small model with the target's tokenizer."
+        )
+    options = Options(DraftBudget.parse(draft_budget), acceptance, on_unsupported=on_unsupported)
+    drafting = _drafting(model, draft, options, tokenizer, draft_tokenizer)
+    _put_on(model, _Patch(drafting, options))
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Take hfspec off; the model is as before `patch`. A model that is not patched stays as it is."""
+    if _patches.pop(model, None) is not None:
+        model.__class__ = _base_class(type(model))
+    return model
+
+
+@contextmanager
+def patched(model: Model, draft: DraftLike | None = None, **options: Any) -> Iterator[Model]:
+    """`patch` for the length of a `with` block; takes `patch`'s arguments.
+
+    A model that was already patched gets its earlier options back at the end.
+    """
+    before = _patches.get(model)
+    patch(model, draft, **options)
+    try:
+        yield model
+    finally:
+        if before is None:
+            unpatch(model)
+        else:
+            _put_on(model, before)
+
+
+def is_patched(model: object) -> bool:
+    """Whether hfspec is on this very model."""
+    return isinstance(model, PreTrainedModel) and model in _patches
+
+
+def stats(model: PreTrainedModel) -> Stats:
+    """What happened in the last call and in all calls since `patch`.
+
+    Raises:
+        PatchError: the model is not patched.
+    """
+    found = _patches.get(model)
+    if found is None:
+        raise PatchError("hfspec.stats() needs a patched model; call hfspec.patch(model, draft=...) first.")
+    return Stats(last=found.state.last, total=found.state.total)
+
+
+def _put_on(model: PreTrainedModel, new: _Patch) -> None:
+    if model not in _patches:
+        model.__class__ = _patched_class(type(model))
+    _patches[model] = new
+
+
+def _check_target(model: object) -> None:
+    if isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin):
+        return
+    inner = next((name for name in ("_orig_mod", "base_model", "module") if hasattr(model, name)), None)
+    hint = f"; it wraps one: patch that first (see its .{inner})" if inner else ""
+    raise PatchError(
+        f"hfspec.patch() takes a transformers model that can generate(); this is a {type(model).__name__}{hint}."
+    )
+
+
+def _drafting(
+    model: PreTrainedModel,
+    draft: DraftLike,
+    options: Options,
+    tokenizer: Any = None,
+    draft_tokenizer: Any = None,
+) -> decode.Drafting:
+    """Make a draft source of what the user passed, and find what stands against it."""
+    if isinstance(draft, DraftSource):
+        return decode.Drafting(draft)
+    if isinstance(draft, str | os.PathLike):
+        draft = _load_beside(model, draft)
+    if not (isinstance(draft, PreTrainedModel) and isinstance(draft, GenerationMixin)):
+        raise PatchError(
+            f"draft= takes a causal language model, the name or path of one, or an hfspec.DraftSource; "
+            f"this is a {type(draft).__name__}."
+        )
+    if draft.get_input_embeddings().weight.device.type == "meta":
+        raise DraftError(
+            "The draft model has no weights in memory (device 'meta'); load it with weights, on any device."
+        )
+    problem = model_problem(draft.config)
+    if problem is not None:
+        return decode.Drafting(ModelDraft(draft), f"the draft model cannot draft: {problem}")
+    problem = pairing_problem(
+        model.config,
+        draft.config,
+        tokenizer if tokenizer is not None else _find_tokenizer(model),
+        draft_tokenizer if draft_tokenizer is not None else _find_tokenizer(draft),
+    )
+    if problem is not None and options.on_unsupported == "raise":
+        raise IncompatibleDraftError(f"This draft cannot draft for this target: {problem}.")
+    return decode.Drafting(ModelDraft(draft), problem)
+
+
+def _load_beside(model: PreTrainedModel, name: str | os.PathLike[str]) -> PreTrainedModel:
+    place = model.get_input_embeddings().weight
+    device = place.device if place.device.type != "meta" else torch.device("cpu")
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        resolve(os.fspath(name)), dtype=place.dtype
+    )
+    return loaded.to(device).eval()  # type: ignore[arg-type]  # the stub of Module.to lacks the device form
+
+
+def _find_tokenizer(model: PreTrainedModel) -> Any:
+    """The tokenizer saved where the model came from, or `None`; never asks the network."""
+    name = getattr(model.config, "_name_or_path", "")
+    if not name or not Path(name).is_dir():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def _base_class(patched_class: type) -> type:
+    return patched_class.__mro__[1]
+
+
+@functools.cache
+def _patched_class(base: type) -> type:
+    """A subclass of `base` that looks like it and decodes through hfspec."""
+
+    def plain(method: str, mode: str) -> Any:
+        @functools.wraps(getattr(base, method))
+        def decoding_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+            vanilla = functools.partial(getattr(base, method), self)
+            return decode.run_plain(_call_of(self), f"{mode} is not sped up yet", vanilla, *args, **kwargs)
+
+        return decoding_loop
+
+    @functools.wraps(base.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = _new_call(self, kwargs)
+        token = _current_call.set(call)
+        try:
+            result = base.generate(self, *args, **kwargs)
+            if not call.was_decoded:
+                call.note_plain(
+                    "the host decoded it in a way that hfspec does not see (custom_generate, paged batching)"
+                )
+            return result
+        finally:
+            _current_call.reset(token)
+            call.state.finish(call.metrics)
+
+    @functools.wraps(base._sample)
+    def _sample(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return decode.sample(
+            _call_of(self), functools.partial(base._sample, self), input_ids, *args, **kwargs
+        )
+
+    def __reduce_ex__(self: Any, protocol: int) -> Any:
+        # Pickled, it is the plain model: the patch belongs to this process.
+        make, arguments, *rest = base.__reduce_ex__(self, protocol)
+        return (make, tuple(base if each is type(self) else each for each in arguments), *rest)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        make, arguments, state = self.__reduce_ex__(4)[:3]
+        clone = memo[id(self)] = make(*arguments)
+        clone.__setstate__(copy.deepcopy(state, memo))
+        mine = _patches[self]
+        _put_on(clone, _Patch(mine.drafting, mine.options))
+        return clone
+
+    overrides = {"generate": generate, compat.SAMPLE_METHOD: _sample, "__reduce_ex__": __reduce_ex__}
+    overrides |= {"__deepcopy__": __deepcopy__}
+    overrides |= {
+        name: plain(name, mode) for name, mode in compat.OTHER_DECODING_METHODS.items() if hasattr(base, name)
+    }
+    looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base)(base.__name__, (base,), overrides | looks)
+
+
+def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
+    """Take hfspec's keywords out of `kwargs` and join them with the patch's options."""
+    reject_misspelt((word for word in kwargs if word not in _host_keywords()), CALL_OPTIONS, "generate()")
+    mine = _patches[model]
+    given = {name: kwargs.pop(name) for name in CALL_OPTIONS if name in kwargs}
+    draft = given.pop("draft", None)
+    if "draft_budget" in given:
+        given["budget"] = DraftBudget.parse(given.pop("draft_budget"))
+    options = dataclasses.replace(mine.options, **given)
+    drafting = mine.drafting if draft is None else _drafting(model, draft, options)
+    key = drafting.source.model if isinstance(drafting.source, ModelDraft) else drafting.source
+    experience = mine.state.experience.setdefault(key, Experience())
+    has_own_cache = any(kwargs.get(name) is not None for name in compat.CACHE_KEYS)
+    has_host_loop = _base_class(type(model))._sample is GenerationMixin._sample
+    return decode.Call(model, options, drafting, experience, mine.state, has_host_loop, has_own_cache)
+
+
+@functools.cache
+def _host_keywords() -> frozenset[str]:
+    return frozenset(vars(GenerationConfig())) | set(CALL_OPTIONS)
+
+
+def _call_of(model: PreTrainedModel) -> decode.Call:
+    """The call this model is in; a decoding loop called directly is a call of its own."""
+    call = _current_call.get()
+    return call if call is not None and call.model is model else _new_call(model, {})

@@ -1,0 +1,1 @@
+"""Randomness and logits processing as vanilla does them."""

@@ -1,0 +1,88 @@
+"""Which of Hugging Face's logits processors a draft source may apply too, and how cheaply.
+
+A processor that keeps state, calls user code or runs a model must see exactly vanilla's calls, so the
+draft goes without it: that costs acceptance, never correctness. Exact types only, as a subclass may keep state.
+"""
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+#: They look at scores only, not at which token a score belongs to.
+_TOKEN_BLIND = (
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
+#: They look at tokens and at the prefix, and keep nothing between calls.
+_TOKEN_AWARE = (
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+)
+
+
+def _types(names: tuple[str, ...]) -> frozenset[type]:
+    return frozenset(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
+
+
+_BLIND_TYPES, _AWARE_TYPES = _types(_TOKEN_BLIND), _types(_TOKEN_AWARE)
+
+
+def stateless(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Those of a call's processors that may be called any number of times, on any prefix."""
+    return LogitsProcessorList([each for each in processors if type(each) in _BLIND_TYPES | _AWARE_TYPES])
+
+
+class DraftProcessors:
+    """A call's stateless processors, applied to a draft's logits.
+
+    From the first top-k on, where only token-blind ones follow, they work on the k best scores alone:
+    the same law, without sorting the whole vocabulary.
+    """
+
+    def __init__(self, processors: LogitsProcessorList) -> None:
+        kept = list(stateless(processors))
+        cut = next(
+            (i for i, each in enumerate(kept) if type(each) is logits_process.TopKLogitsWarper), len(kept)
+        )
+        if not all(type(each) in _BLIND_TYPES for each in kept[cut:]):
+            cut = len(kept)
+        self._full = LogitsProcessorList(kept[:cut])
+        self._short = LogitsProcessorList(kept[cut + 1 :])
+        self._top_k: int | None = kept[cut].top_k if cut < len(kept) else None
+
+    def __call__(
+        self, prefix: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Process one position.
+
+        Args:
+            prefix: `[batch, length]` token ids.
+            logits: `[batch, vocab]`, float32; may be written over.
+
+        Returns:
+            Scores `[batch, n]` and the token ids `[batch, n]` they belong to, or `None` for ids 0 … n - 1.
+        """
+        scores = self._full(prefix, logits)
+        if self._top_k is None:
+            return scores, None
+        scores, token_ids = scores.topk(min(self._top_k, scores.shape[-1]), dim=-1)
+        return self._short(prefix, scores), token_ids
