@@ -61,9 +61,7 @@ def verify(model: PreTrainedModel, inputs: Any, *, seed: int = 0, **generate_kwa
     """
     stats(model)  # raises if not patched
     if generate_kwargs.get("acceptance") == "rejection":
-        raise ConfigError(
-            "verify() compares tokens; acceptance='rejection' keeps only their law. Use 'seeded'."
-        )
+        raise ConfigError("verify() compares tokens; acceptance='rejection' keeps only their law. Use 'seeded'.")
     call = _inputs(inputs) | generate_kwargs
     plain_ids = _seeded_generate(model, seed, call | {"speculate": False})
     speculative_ids = _seeded_generate(model, seed, call)
@@ -134,9 +132,7 @@ def _evidence(
 
     prefix = plain_ids[:, :index]
     at_once = {"input_ids": prefix, "attention_mask": _extended_mask(call, prefix)}
-    whole = _seeded_generate(
-        model, seed, at_once | details | plain | {"max_new_tokens": 1, "do_sample": False}
-    )
+    whole = _seeded_generate(model, seed, at_once | details | plain | {"max_new_tokens": 1, "do_sample": False})
     rounding = (whole.logits[0][0].double() - again.logits[-1][0].double()).abs().max()
     return margin, 2 * float(rounding) / min(1.0, temperature)
 

@@ -15,7 +15,7 @@ from transformers.generation import GenerationConfig
 from transformers.generation import utils as generation_utils
 from transformers.utils import ModelOutput
 
-#: The keyword for the cache in forwards, in `generate()` and in outputs: `cache` from 5.18 or so, before it `past_key_values`.
+#: The keyword for the cache in forwards, `generate()` and outputs: `cache` in 5.24, `past_key_values` before.
 CACHE_KEY = (
     "cache"
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -29,9 +29,7 @@ CACHE_KEYS = ("cache", "past_key_values")
 _HAS_PREFILL = hasattr(GenerationMixin, "_prefill")
 
 #: 5.x lets `prepare_inputs_for_generation` be told how many of the last ids to feed; 4.57 reads `cache_position`.
-_FEEDS_BY_LENGTH = (
-    "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-)
+_FEEDS_BY_LENGTH = "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 #: 5.x appends `num_new_tokens` to masks and positions at once; 4.57 appends one, and never to positions.
 _ADVANCES_BY_MANY = _FEEDS_BY_LENGTH
@@ -64,9 +62,7 @@ def prefill(
     host: Any = model
     if _HAS_PREFILL:
         is_first = not generation_config.is_assistant
-        return host._prefill(
-            input_ids, generation_config, model_kwargs, is_first_iteration=is_first
-        ), model_kwargs
+        return host._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first), model_kwargs
     model_kwargs = host._get_initial_cache_position(input_ids.shape[1], input_ids.device, model_kwargs)
     if generation_config.prefill_chunk_size is not None:
         model_kwargs = host._prefill_chunking(input_ids, generation_config, **model_kwargs)
@@ -84,7 +80,10 @@ def advance(
     host: Any = model
     model_kwargs = dict(model_kwargs)
     if _ADVANCES_BY_MANY:
-        return host._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=num_new_tokens)
+        advanced: dict[str, Any] = host._update_model_kwargs_for_generation(
+            outputs, model_kwargs, num_new_tokens=num_new_tokens
+        )
+        return advanced
     for _ in range(num_new_tokens):
         model_kwargs = host._update_model_kwargs_for_generation(outputs, model_kwargs)
         # Explicit position ids are never advanced here: vanilla feeds the prompt's last one for ever.
@@ -105,18 +104,18 @@ def prepare_last(
     """
     host: Any = model
     if _FEEDS_BY_LENGTH:
-        return host.prepare_inputs_for_generation(input_ids, next_sequence_length=num_fed, **model_kwargs)
-    last = model_kwargs["cache_position"][-1:]
-    steps = torch.arange(1 - num_fed, 1, dtype=last.dtype, device=last.device)
-    return host.prepare_inputs_for_generation(input_ids, **(model_kwargs | {"cache_position": last + steps}))
+        fed: dict[str, Any] = {"next_sequence_length": num_fed}
+    else:
+        last = model_kwargs["cache_position"][-1:]
+        fed = {"cache_position": last + torch.arange(1 - num_fed, 1, dtype=last.dtype, device=last.device)}
+    model_inputs: dict[str, Any] = host.prepare_inputs_for_generation(input_ids, **(model_kwargs | fed))
+    return model_inputs
 
 
 def decoding(model: PreTrainedModel) -> AbstractContextManager[None]:
     """The context in which 5.x runs every forward after the prompt (it switches kernels for experts)."""
     host: Any = model
-    return (
-        host._optimize_model_for_decode() if hasattr(model, "_optimize_model_for_decode") else nullcontext()
-    )
+    return host._optimize_model_for_decode() if hasattr(model, "_optimize_model_for_decode") else nullcontext()
 
 
 def is_full_attention(cache: Cache) -> bool:

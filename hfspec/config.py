@@ -51,9 +51,7 @@ class DraftBudget:
         for name in ("min_tokens", "max_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(
-                    f"DraftBudget({name}={value!r}): a number of tokens is a whole number, 0 or more."
-                )
+                raise ConfigError(f"DraftBudget({name}={value!r}): a number of tokens is a whole number, 0 or more.")
         if self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"DraftBudget(min_tokens={self.min_tokens}, max_tokens={self.max_tokens}): "

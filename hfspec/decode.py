@@ -59,11 +59,10 @@ class PatchState:
     last: Metrics = field(default_factory=Metrics)
     total: Metrics = field(default_factory=Metrics)
     warned: set[str] = field(default_factory=set)
-    experience: "weakref.WeakKeyDictionary[Any, Experience]" = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    experience: "weakref.WeakKeyDictionary[Any, Experience]" = field(default_factory=weakref.WeakKeyDictionary)
 
     def finish(self, metrics: Metrics) -> None:
+        """Take the counts of a call that is over."""
         self.last = metrics
         self.total.add(metrics)
 
@@ -146,9 +145,7 @@ def sample(
     rule = _rule(call.options, generation_config, noise)
     cache = model_kwargs[compat.CACHE_KEY] if call.has_own_cache else SpeculativeCache()
     target = Target(call.model, generation_config, cache, model_kwargs)
-    transcript = Transcript(
-        input_ids, rule, logits_processor, stopping_criteria, streamer, Record(generation_config)
-    )
+    transcript = Transcript(input_ids, rule, logits_processor, stopping_criteria, streamer, Record(generation_config))
     context = Context(
         vocab_size=call.model.config.get_text_config(decoder=True).vocab_size,
         device=input_ids.device,
@@ -158,9 +155,7 @@ def sample(
         prompt_mask=_padding_mask(input_ids, model_kwargs),
     )
     drafter = GuardedSession(call.drafting.source, context, on_failure=_failure_counter(call))
-    controller = Controller(
-        call.options.budget, call.experience, reads_confidence=input_ids.device.type == "cpu"
-    )
+    controller = Controller(call.options.budget, call.experience, reads_confidence=input_ids.device.type == "cpu")
     try:
         loop.generate(target, drafter, transcript, controller, call.metrics, stopping_criteria.max_length)
     finally:
@@ -245,7 +240,7 @@ def _rule(options: Options, generation_config: GenerationConfig, noise: SeededNo
 
 def _padding_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The prompt's mask if it hides something of these very ids."""
-    mask = model_kwargs.get("attention_mask")
+    mask: torch.Tensor | None = model_kwargs.get("attention_mask")
     if mask is None or mask.shape != input_ids.shape or bool(mask.all()):
         return None
     return mask

@@ -34,6 +34,7 @@ class Metrics:
         committed_tokens: tokens those rounds committed, recovered and bonus tokens included.
         drafted_tokens, accepted_tokens: draft tokens proposed / taken over.
         rejected_rounds: rounds in which a draft token was rejected.
+        timed_draft_tokens: draft tokens whose time is in `draft_seconds`.
         drafted_by_depth, accepted_by_depth: draft tokens judged / accepted at depth 1, 2, …
         budget_histogram: rounds by number of tokens drafted.
         draft_prefill_seconds: the draft source reading the prompt (or catching up after a pause).
@@ -54,6 +55,7 @@ class Metrics:
     committed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    timed_draft_tokens: int = 0
     rejected_rounds: int = 0
     drafted_by_depth: Counter[int] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
@@ -67,9 +69,7 @@ class Metrics:
     ttft_seconds: float = 0.0
     fallback_reasons: Counter[str] = field(default_factory=Counter)
 
-    def count_round(
-        self, draft: Draft, outcome: Outcome, draft_seconds: float, verify_seconds: float
-    ) -> None:
+    def count_round(self, draft: Draft, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         """Count one target forward after the prompt's."""
         self.budget_histogram[draft.num_tokens] += 1
         if draft.num_tokens == 0:
@@ -82,6 +82,7 @@ class Metrics:
             self.draft_prefill_seconds += draft_seconds
         else:
             self.draft_seconds += draft_seconds
+            self.timed_draft_tokens += draft.num_tokens
         self.committed_tokens += outcome.num_committed
         self.drafted_tokens += draft.num_tokens
         self.accepted_tokens += outcome.num_accepted
@@ -107,8 +108,7 @@ class Metrics:
     def acceptance_by_depth(self) -> dict[int, float]:
         """Accepted ÷ judged tokens at depth 1, 2, …; a depth is judged only if all before it were accepted."""
         return {
-            depth: self.accepted_by_depth[depth] / judged
-            for depth, judged in sorted(self.drafted_by_depth.items())
+            depth: self.accepted_by_depth[depth] / judged for depth, judged in sorted(self.drafted_by_depth.items())
         }
 
     @property
@@ -133,8 +133,8 @@ class Metrics:
 
     @property
     def draft_latency_ms(self) -> float | None:
-        """Mean time to draft one round's tokens."""
-        return _ratio(1e3 * self.draft_seconds, self.rounds)
+        """Mean time of one draft token (rounds that also read the prompt left out)."""
+        return _ratio(1e3 * self.draft_seconds, self.timed_draft_tokens)
 
     @property
     def verify_latency_ms(self) -> float | None:
@@ -171,21 +171,12 @@ class Metrics:
     @property
     def fallback_reason(self) -> str | None:
         """Why plain decoding ran (the commonest reason, where there are several), or `None`."""
-        return (
-            max(self.fallback_reasons, key=self.fallback_reasons.__getitem__)
-            if self.fallback_reasons
-            else None
-        )
+        return max(self.fallback_reasons, key=self.fallback_reasons.__getitem__) if self.fallback_reasons else None
 
     def to_dict(self) -> dict[str, Any]:
         """All counts and all rates, ready for JSON."""
-        counts = {
-            name: dict(value) if isinstance(value, Counter) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
-        rates = {
-            name: getattr(self, name) for name, kind in vars(type(self)).items() if isinstance(kind, property)
-        }
+        counts = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        rates = {name: getattr(self, name) for name, kind in vars(type(self)).items() if isinstance(kind, property)}
         return counts | rates
 
 
@@ -246,10 +237,8 @@ def _rows(metrics: Metrics) -> list[tuple[str, str]]:
         ("tokens per round", _format(metrics.tokens_per_round, "{:.2f}")),
         ("rounds with a rejection", _format(metrics.rollback_rate, "{:.0%}")),
         (
-            "draft / verify per round, ms",
-            " / ".join(
-                _format(value, "{:.1f}") for value in (metrics.draft_latency_ms, metrics.verify_latency_ms)
-            ),
+            "one draft token / one verify, ms",
+            " / ".join(_format(value, "{:.1f}") for value in (metrics.draft_latency_ms, metrics.verify_latency_ms)),
         ),
         ("overhead per round, ms", _format(metrics.overhead_ms, "{:.2f}")),
         (

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from transformers import (
@@ -47,7 +47,7 @@ from hfspec.weights import resolve
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 #: What `draft=` takes: a loaded model, the name or path of one, or any draft source.
-DraftLike = PreTrainedModel | DraftSource | str | os.PathLike[str]
+DraftLike: TypeAlias = PreTrainedModel | DraftSource | str | os.PathLike[str]
 
 _PATCH_OPTIONS = ("draft", "draft_budget", "acceptance", "on_unsupported", "tokenizer", "draft_tokenizer")
 
@@ -102,9 +102,7 @@ def patch(
     reject_unknown(unknown, _PATCH_OPTIONS, "hfspec.patch()")
     _check_target(model)
     if draft is None:
-        raise PatchError(
-            "hfspec.patch() needs a draft: pass draft= a small model with the target's tokenizer."
-        )
+        raise PatchError("hfspec.patch() needs a draft: pass draft= a small model with the target's tokenizer.")
     options = Options(DraftBudget.parse(draft_budget), acceptance, on_unsupported=on_unsupported)
     drafting = _drafting(model, draft, options, tokenizer, draft_tokenizer)
     _put_on(model, _Patch(drafting, options))
@@ -154,7 +152,8 @@ def stats(model: PreTrainedModel) -> Stats:
 
 def _put_on(model: PreTrainedModel, new: _Patch) -> None:
     if model not in _patches:
-        model.__class__ = _patched_class(type(model))
+        base: Any = type(model)
+        model.__class__ = _patched_class(base)
     _patches[model] = new
 
 
@@ -206,10 +205,9 @@ def _drafting(
 def _load_beside(model: PreTrainedModel, name: str | os.PathLike[str]) -> PreTrainedModel:
     place = model.get_input_embeddings().weight
     device = place.device if place.device.type != "meta" else torch.device("cpu")
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        resolve(os.fspath(name)), dtype=place.dtype
-    )
-    return loaded.to(device).eval()  # type: ignore[arg-type]  # the stub of Module.to lacks the device form
+    loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(os.fspath(name)), dtype=place.dtype)
+    draft: PreTrainedModel = loaded.to(device).eval()
+    return draft
 
 
 def _find_tokenizer(model: PreTrainedModel) -> Any:
@@ -223,12 +221,12 @@ def _find_tokenizer(model: PreTrainedModel) -> Any:
         return None
 
 
-def _base_class(patched_class: type) -> type:
+def _base_class(patched_class: type) -> Any:
     return patched_class.__mro__[1]
 
 
 @functools.cache
-def _patched_class(base: type) -> type:
+def _patched_class(base: Any) -> Any:
     """A subclass of `base` that looks like it and decodes through hfspec."""
 
     def plain(method: str, mode: str) -> Any:
@@ -256,9 +254,7 @@ def _patched_class(base: type) -> type:
 
     @functools.wraps(base._sample)
     def _sample(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return decode.sample(
-            _call_of(self), functools.partial(base._sample, self), input_ids, *args, **kwargs
-        )
+        return decode.sample(_call_of(self), functools.partial(base._sample, self), input_ids, *args, **kwargs)
 
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         # Pickled, it is the plain model: the patch belongs to this process.

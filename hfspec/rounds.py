@@ -47,10 +47,12 @@ class Draft:
 
     @property
     def num_tokens(self) -> int:
+        """How many tokens are proposed."""
         return self.token_ids.shape[1]
 
     @classmethod
     def empty(cls, device: torch.device) -> "Draft":
+        """A draft of no tokens: a plain round."""
         return cls(torch.empty(1, 0, dtype=torch.long, device=device))
 
 

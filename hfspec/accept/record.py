@@ -28,6 +28,7 @@ class Record:
         self._hidden_states = wanted(generation_config.output_hidden_states)
 
     def add_scores(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Take one token's processed scores and raw logits, `[1, vocab]` each."""
         if self.scores is not None:
             self.scores += (scores,)
         if self._logits is not None:

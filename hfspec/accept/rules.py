@@ -40,6 +40,7 @@ class Greedy(Rule):
     name = "greedy"
 
     def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+        """Choose the likeliest."""
         return scores.argmax(dim=-1)
 
 
@@ -52,6 +53,7 @@ class Seeded(Rule):
         self._noise = noise
 
     def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+        """Draw as vanilla draws."""
         return self._noise.multinomial(scores.softmax(dim=-1))
 
 
@@ -65,6 +67,7 @@ class Rejection(Rule):
     name = "rejection"
 
     def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+        """Accept the proposal, or draw a recovered or bonus token."""
         target_probs = scores.softmax(dim=-1)
         if proposal is None:
             return torch.multinomial(target_probs, num_samples=1).squeeze(1)

@@ -7,50 +7,72 @@ from hfspec.budget.cost import Experience
 from hfspec.config import DraftBudget
 from hfspec.rounds import Draft, Outcome, RoundBudget
 
-#: A pause never grows beyond this many plain tokens, so that speculation comes back when the text changes.
-_LONGEST_PAUSE = 512
-_FIRST_PAUSE = 16
-#: Rounds after a pause (or at first) before speculation is judged by what it brought.
+#: Rounds with a draft, at first and after a pause, before speculation is judged by what it brought.
 _TRIAL_ROUNDS = 4
-#: Most tokens a trial round drafts.
-_TRIAL_TOKENS = 4
-#: The plain forward's time is measured again after this many rounds with a draft.
-_PLAIN_EVERY = 120
+#: Plain rounds after speculation was found not to pay: twice as many each time, up to the longest.
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
+#: The target's forward over a single token is measured this often at first, and again after so many rounds.
+_PLAIN_AT_FIRST, _PLAIN_EVERY = 2, 80
 #: Where the ratio policy begins a call: Hugging Face's own long-time default.
 _RATIO_START = 5
 
 
-class _WorthwhileBudget(RoundBudget):
-    """A budget that ends where drafting on is not expected to pay."""
+class _Prospects:
+    """What drafting further is expected to bring in one round, at the costs and acceptance known at its start."""
 
-    def __init__(self, num_tokens: int, experience: Experience) -> None:
+    def __init__(self, experience: Experience, max_tokens: int) -> None:
+        self._acceptance = experience.acceptance
+        self._seconds = experience.costs.rounds(max_tokens)
+        self._max_tokens = max_tokens
+        # The time spent is worth what the best known way of decoding makes of it: the stopping rule that
+        # maximises tokens per second over many rounds (renewal reward).
+        self._rate = max(experience.plain_rate, experience.speculative_rate)
+
+    def are_good(self, num_drafted: int, path: float) -> bool:
+        """Whether some number of further tokens brings more than its time is worth.
+
+        Args:
+            num_drafted: tokens drafted so far in this round.
+            path: probability that all of them are accepted.
+
+        All numbers are looked at, not only the next, as the time of a forward rises in steps.
+        """
+        gain = 0.0
+        for length in range(num_drafted + 1, self._max_tokens + 1):
+            path *= self._acceptance.at_depth(length)
+            gain += path
+            if gain > self._rate * (self._seconds[length] - self._seconds[num_drafted]):
+                return True
+        return False
+
+    def best_length(self) -> int:
+        """The number of tokens with the highest expected tokens per second, 0 included."""
+        best, best_rate = 0, 1 / self._seconds[0] if self._seconds[0] else 0.0
+        expected, path = 1.0, 1.0
+        for length in range(1, self._max_tokens + 1):
+            path *= self._acceptance.at_depth(length)
+            expected += path
+            if expected > best_rate * self._seconds[length]:
+                best, best_rate = length, expected / self._seconds[length]
+        return best
+
+
+class _WorthwhileBudget(RoundBudget):
+    """A budget that ends where drafting on is not expected to pay, given the confidences so far."""
+
+    def __init__(self, num_tokens: int, prospects: _Prospects, experience: Experience) -> None:
         super().__init__(num_tokens, reads_confidence=True)
-        self._experience = experience
+        self._prospects = prospects
+        self._acceptance = experience.acceptance
         self._path = 1.0
         self._num_drafted = 0
 
     def allows_another(self, confidence: float) -> bool:
         # The token just drafted stays in the draft either way, so stopping here never biases the
         # result (ALGORITHMS B0).
-        self._path *= self._experience.acceptance.at_confidence(confidence)
+        self._path *= self._acceptance.at_confidence(confidence)
         self._num_drafted += 1
-        return is_worth_drafting(self._experience, self._num_drafted, self._path)
-
-
-def is_worth_drafting(experience: Experience, num_drafted: int, path: float) -> bool:
-    """Whether one more draft token is expected to bring more than its time brings otherwise.
-
-    Args:
-        num_drafted: tokens drafted so far in this round.
-        path: probability that all of them are accepted.
-
-    The time spent on a token is worth the best rate known, plain or speculative, times its cost: the
-    stopping rule that maximises tokens per second over many rounds (renewal reward).
-    """
-    costs = experience.costs
-    gain = path * experience.acceptance.at_depth(num_drafted + 1)
-    time = costs.draft_token.value + costs.forward(num_drafted + 2) - costs.forward(num_drafted + 1)
-    return gain > time * max(experience.plain_rate, experience.speculative_rate)
+        return self._prospects.are_good(self._num_drafted, self._path)
 
 
 class Controller:
@@ -59,7 +81,8 @@ class Controller:
     Args:
         budget: what the user chose.
         experience: what is known about the pair, shared between calls.
-        reads_confidence: whether the source's confidence can be read during a round.
+        reads_confidence: whether the source's confidence can be read during a round. Where it cannot, the
+            length is planned before the round.
     """
 
     def __init__(self, budget: DraftBudget, experience: Experience, reads_confidence: bool) -> None:
@@ -82,46 +105,31 @@ class Controller:
             return RoundBudget(most)
         if self._budget.policy == "ratio":
             return RoundBudget(min(most, self._ratio_tokens))
-        return self._measured(most)
+        return self._measured(least=min(self._budget.min_tokens, most), most=most)
 
-    def _measured(self, most: int) -> RoundBudget:
+    def _measured(self, least: int, most: int) -> RoundBudget:
         experience = self._experience
-        least = min(self._budget.min_tokens, most)
-        if least == 0 and self._wants_plain():
+        if most == 0 or (least == 0 and self._wants_plain()):
             return RoundBudget(0)
         on_trial = experience.rounds_on < _TRIAL_ROUNDS
-        most = max(least, min(most, _TRIAL_TOKENS)) if on_trial else most
-        if on_trial:
-            wanted = most
-        elif self._reads_confidence:
-            wanted = most if is_worth_drafting(experience, 0, 1.0) else 0
-        else:
-            wanted = self._best_length(most)
-        if wanted == 0 and least == 0 < most:
-            self._pause()
-        if self._reads_confidence and least == 0 < wanted:
-            return _WorthwhileBudget(wanted, experience)
-        return RoundBudget(max(least, wanted))
+        if on_trial:  # feel the way: each trial round may draft one token more
+            most = min(most, max(least, experience.rounds_on + 1))
+        prospects = _Prospects(experience, most)
+        if self._reads_confidence and least == 0:
+            if on_trial or prospects.are_good(0, path=1.0):
+                return _WorthwhileBudget(most, prospects, experience)
+        elif length := max(least, most if on_trial else prospects.best_length()):
+            return RoundBudget(length)
+        self._pause()
+        return RoundBudget(0)
 
     def _wants_plain(self) -> bool:
         experience = self._experience
         return (
             experience.pause > 0
-            or not experience.costs.knows_plain
+            or experience.costs.num_plain < _PLAIN_AT_FIRST
             or experience.rounds_since_plain >= _PLAIN_EVERY
         )
-
-    def _best_length(self, most: int) -> int:
-        """The length with the highest expected tokens per second: the global best, as verify time has steps."""
-        best, best_rate = 0, self._experience.plain_rate
-        expected, path = 1.0, 1.0
-        for length in range(1, most + 1):
-            path *= self._experience.acceptance.at_depth(length)
-            expected += path
-            rate = expected / self._experience.costs.round(length)
-            if rate > best_rate:
-                best, best_rate = length, rate
-        return best
 
     def observe(
         self,
@@ -135,20 +143,21 @@ class Controller:
         experience = self._experience
         costs = experience.costs
         costs.add_forward(draft.num_tokens + 1, verify_seconds)
-        costs.overhead.add(max(0.0, round_seconds - draft_seconds - verify_seconds), clip=True)
+        costs.overhead.add(max(0.0, round_seconds - draft_seconds - verify_seconds))
         if draft.num_tokens == 0:
             experience.rounds_since_plain = 0
             experience.pause = max(0, experience.pause - 1)
             return
         experience.rounds_since_plain += 1
-        experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
-        experience.tokens.add(outcome.num_committed)
+        experience.rounds_on += 1
         if draft.caught_up == 0:
-            costs.draft_token.add(draft_seconds / draft.num_tokens, clip=True)
-            experience.seconds.add(round_seconds)
+            costs.draft_token.add(draft_seconds / draft.num_tokens)
         elif costs.draft_token.count == 0:
             # The first draft also reads the prompt: until one can be timed by itself, this is a fair guess.
-            costs.draft_token.value = 0.5 * costs.forward(1)
+            costs.draft_token.value = 0.5 * costs.forwards(1)[1]
+        experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
+        experience.tokens.add(outcome.num_committed)
+        experience.seconds.add(costs.rounds(draft.num_tokens)[-1])
         self._adapt_ratio(outcome.num_accepted / draft.num_tokens)
         if self._budget.policy == "measured":
             self._judge()
@@ -159,9 +168,8 @@ class Controller:
         self._ratio_tokens = min(max(self._ratio_tokens + step, low), high)
 
     def _judge(self) -> None:
-        """Switch speculation off for a while if it has not paid, for longer each time."""
+        """Switch speculation off for a while if it has not paid."""
         experience = self._experience
-        experience.rounds_on += 1
         if experience.rounds_on < _TRIAL_ROUNDS:
             return
         if experience.speculative_rate < experience.plain_rate:

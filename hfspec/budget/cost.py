@@ -1,67 +1,89 @@
 """What rounds cost and bring on this machine with this pair, learned while running.
 
 These are measurements of a pair, kept from call to call; what a call chose is not kept. Knows nothing
-of models. Writes from several threads may interleave: an average may then miss a value, nothing worse.
+of models. Writes from several threads may interleave: an estimate may then miss a value, nothing worse.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy
 
-#: Share of a verify's time that one more token is taken to add where no wider one was measured.
-_ASSUMED_SLOPE = 0.01
-#: Buckets of confidence, 0 … 1.
-_NUM_BUCKETS = 12
+#: Share of a forward's time that one more token is taken to add beyond the widest forward measured.
+_ASSUMED_SLOPE = 0.02
+#: Levels of confidence, 0 … 1, that acceptance is kept for.
+_NUM_LEVELS = 12
+
+
+class Seconds:
+    """How long something takes when nothing else has the machine: the lower quartile of recent times.
+
+    Other processes only ever add time, in bursts; a mean would follow them.
+    """
+
+    def __init__(self, num_kept: int = 24) -> None:
+        self._recent: deque[float] = deque(maxlen=num_kept)
+        self.value = 0.0
+        self.count = 0
+
+    def add(self, seconds: float) -> None:
+        """Take a new time."""
+        self._recent.append(seconds)
+        self.count += 1
+        self.value = sorted(self._recent)[len(self._recent) // 4]
 
 
 @dataclass
 class Average:
-    """A running mean that forgets: at first the plain mean, later at least `weight` for each new value.
-
-    A value far above the mean (another process had the machine) counts only as twice the mean.
-    """
+    """A running mean that forgets: at first the plain mean, later at least `weight` for each new value."""
 
     weight: float = 0.1
     value: float = 0.0
     count: int = 0
 
-    def add(self, value: float, clip: bool = False) -> None:
-        if clip and self.count >= 3:
-            value = min(value, 2 * self.value)
+    def add(self, value: float) -> None:
+        """Take a new value."""
         self.count += 1
         self.value += max(self.weight, 1 / self.count) * (value - self.value)
 
 
 @dataclass
 class Costs:
-    """Seconds: one draft token, a target forward by width, and the loop itself."""
+    """Seconds: one draft token, the loop itself, and a target forward by its width in tokens."""
 
-    draft_token: Average = field(default_factory=Average)
-    overhead: Average = field(default_factory=Average)
-    by_width: dict[int, Average] = field(default_factory=dict)
+    draft_token: Seconds = field(default_factory=Seconds)
+    overhead: Seconds = field(default_factory=Seconds)
+    by_width: dict[int, Seconds] = field(default_factory=dict)
 
     def add_forward(self, width: int, seconds: float) -> None:
-        self.by_width.setdefault(width, Average()).add(seconds, clip=True)
+        """Take the time of a target forward."""
+        self.by_width.setdefault(width, Seconds()).add(seconds)
 
-    def forward(self, width: int) -> float:
-        """Expected seconds of a target forward over `width` tokens.
+    def forwards(self, max_width: int) -> list[float]:
+        """Expected seconds of target forwards over 0 (meaningless), 1, … `max_width` tokens.
 
-        Between measured widths it is interpolated, never extrapolated along a slope: the true curve has steps.
+        Between measured widths they are interpolated. Beyond them next to no slope is assumed, as the true
+        curve has steps: a wide forward that turns out dear is measured once, a cheap one would never be found.
         """
         if not self.by_width:
-            return 0.0
+            return [0.0] * (max_width + 1)
         widths = sorted(self.by_width)
-        seconds = [self.by_width[each].value for each in widths]
-        beyond = max(0, width - widths[-1])
-        return float(numpy.interp(width, widths, seconds)) * (1 + _ASSUMED_SLOPE * beyond)
+        wanted = numpy.arange(max_width + 1)
+        seconds = numpy.interp(wanted, widths, [self.by_width[each].value for each in widths])
+        beyond = numpy.maximum(0, wanted - widths[-1])
+        result: list[float] = (seconds * (1 + _ASSUMED_SLOPE * beyond)).tolist()
+        return result
+
+    def rounds(self, max_drafted: int) -> list[float]:
+        """Expected seconds of rounds with 0, 1, … `max_drafted` draft tokens."""
+        forwards = self.forwards(max_drafted + 1)
+        token, fixed = self.draft_token.value, self.overhead.value
+        return [drafted * token + forwards[drafted + 1] + fixed for drafted in range(max_drafted + 1)]
 
     @property
-    def knows_plain(self) -> bool:
-        return 1 in self.by_width
-
-    def round(self, num_drafted: int) -> float:
-        """Expected seconds of a round with `num_drafted` draft tokens."""
-        return num_drafted * self.draft_token.value + self.forward(num_drafted + 1) + self.overhead.value
+    def num_plain(self) -> int:
+        """How often a forward over a single token was measured."""
+        return self.by_width[1].count if 1 in self.by_width else 0
 
 
 @dataclass
@@ -73,22 +95,23 @@ class Acceptance:
     by_confidence: list[Average] = field(
         default_factory=lambda: [
             # Before anything is measured, confidence is taken nearly at its word, for a few tokens' worth.
-            Average(weight=0.03, value=0.2 + 0.75 * (bucket + 0.5) / _NUM_BUCKETS, count=3)
-            for bucket in range(_NUM_BUCKETS)
+            Average(weight=0.03, value=0.2 + 0.75 * (level + 0.5) / _NUM_LEVELS, count=3)
+            for level in range(_NUM_LEVELS)
         ]
     )
 
     def add(self, confidences: tuple[float, ...], num_judged: int, num_accepted: int) -> None:
+        """Take the verdict on one draft."""
         for index in range(num_judged):
             accepted = float(index < num_accepted)
             self.overall.add(accepted)
             self.by_depth.setdefault(index + 1, Average(weight=0.05)).add(accepted)
             if confidences:
-                self.by_confidence[_bucket(confidences[index])].add(accepted)
+                self.by_confidence[_level(confidences[index])].add(accepted)
 
     def at_confidence(self, confidence: float) -> float:
         """Expected acceptance of a token, given all before it were accepted."""
-        return self.by_confidence[_bucket(confidence)].value
+        return self.by_confidence[_level(confidence)].value
 
     def at_depth(self, depth: int) -> float:
         """Expected acceptance at a depth, given all before it were accepted; little-seen depths borrow the mean."""
@@ -101,11 +124,14 @@ class Acceptance:
 
 @dataclass
 class Experience:
-    """All that is learned about one pair: costs, acceptance, and how long speculation stays off.
+    """All that is learned about one pair, and how long speculation stays off for it.
 
     Attributes:
-        tokens, seconds: per speculative round, both kinds of cost included.
-        pause: plain tokens still to come before speculation is tried again.
+        tokens: committed per round with a draft.
+        seconds: what those rounds cost, by `costs` (not by the clock, see `Seconds`).
+        rounds_on: rounds with a draft since speculation was switched on.
+        rounds_since_plain: rounds since the target's forward over a single token was last measured.
+        pause: plain rounds still to come before speculation is tried again.
         next_pause: how long the next pause will be.
     """
 
@@ -126,8 +152,10 @@ class Experience:
     @property
     def plain_rate(self) -> float:
         """Tokens per second without drafts, 0 while unknown."""
-        return 1 / self.costs.round(0) if self.costs.by_width else 0.0
+        seconds = self.costs.rounds(0)[0]
+        return 1 / seconds if seconds else 0.0
 
 
-def _bucket(confidence: float) -> int:
-    return min(_NUM_BUCKETS - 1, max(0, int(confidence * _NUM_BUCKETS))) if confidence == confidence else 0
+def _level(confidence: float) -> int:
+    # A confidence of nan (all scores -inf) counts as none.
+    return min(_NUM_LEVELS - 1, max(0, int(confidence * _NUM_LEVELS))) if confidence == confidence else 0

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -11,18 +12,21 @@ class Span:
     """One measured stretch of work; `seconds` is known once the device has passed its end."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._events: tuple[Any, Any] | None = None
         self._start = self._end = 0.0
         if device.type == "cuda":
-            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            new_event: Any = torch.cuda.Event
+            self._events = (new_event(enable_timing=True), new_event(enable_timing=True))
 
     def begin(self) -> None:
+        """Mark the start."""
         if self._events is None:
             self._start = time.perf_counter()
         else:
             self._events[0].record()
 
     def end(self) -> None:
+        """Mark the end."""
         if self._events is None:
             self._end = time.perf_counter()
         else:
@@ -34,7 +38,7 @@ class Span:
         if self._events is None:
             return self._end - self._start
         self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1e3
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
 @contextmanager

@@ -21,6 +21,7 @@ class SpeculativeLayer(DynamicLayer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.is_initialized = False
         self.length = 0
         self._key_buffer = self._value_buffer = torch.empty(0)
 

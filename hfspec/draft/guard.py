@@ -39,13 +39,12 @@ class GuardedSession(DraftSession):
                 draft = self._session.propose(input_ids, budget)
                 _check_draft(draft, budget.num_tokens, self._context)
                 return draft
-            except (
-                Exception
-            ) as error:  # any fault of a source, out of memory included, must not reach the user
+            except Exception as error:  # any fault of a source, out of memory included, must not reach the user
                 self._fail(error)
         return Draft.empty(self._context.device)
 
     def observe(self, outcome: Outcome) -> None:
+        """Hand the verdict on."""
         if self._session is not None and not self.has_failed:
             try:
                 self._session.observe(outcome)
@@ -53,6 +52,7 @@ class GuardedSession(DraftSession):
                 self._fail(error)
 
     def stop(self) -> None:
+        """Stop the session inside, if it was started."""
         if self._session is not None:
             try:
                 self._session.stop()
@@ -71,14 +71,10 @@ class GuardedSession(DraftSession):
 def _check_draft(draft: object, max_tokens: int, context: Context) -> None:
     """Raise `DraftError` for anything that is not a draft of at most `max_tokens` tokens of the target's vocabulary."""
     if not isinstance(draft, Draft) or not isinstance(draft.token_ids, torch.Tensor):
-        raise DraftError(
-            f"it proposed a {type(draft).__name__}, not an hfspec Draft of a tensor of token ids"
-        )
+        raise DraftError(f"it proposed a {type(draft).__name__}, not an hfspec Draft of a tensor of token ids")
     ids = draft.token_ids
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.dtype != torch.long:
-        raise DraftError(
-            f"it proposed ids of shape {list(ids.shape)} and {ids.dtype}; [1, num_tokens] int64 is needed"
-        )
+        raise DraftError(f"it proposed ids of shape {list(ids.shape)} and {ids.dtype}; [1, num_tokens] int64 is needed")
     if ids.shape[1] > max_tokens:
         raise DraftError(f"it proposed {ids.shape[1]} tokens where at most {max_tokens} were asked for")
     if ids.numel() and not bool(((ids >= 0) & (ids < context.vocab_size)).all()):

@@ -37,6 +37,7 @@ class ModelDraft(DraftSource):
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
 
     def start(self, context: Context) -> DraftSession:
+        """Begin a call with an empty cache."""
         return _ModelSession(self, context)
 
 
@@ -135,9 +136,7 @@ class _ModelSession(DraftSession):
         if mask is None:
             return input_ids
         num_prompt = mask.shape[1]
-        return torch.cat(
-            [input_ids[:, :num_prompt][mask.bool()].unsqueeze(0), input_ids[:, num_prompt:]], dim=-1
-        )
+        return torch.cat([input_ids[:, :num_prompt][mask.bool()].unsqueeze(0), input_ids[:, num_prompt:]], dim=-1)
 
     def _within_context(self, num_tokens: int) -> int:
         """The most tokens that the draft model has positions for; the last one drafted is never read."""

@@ -15,7 +15,8 @@ import torch
 def _default_state(device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def _set_default_state(device: torch.device, state: torch.Tensor) -> None:
@@ -77,8 +78,6 @@ class SeededNoise:
     @staticmethod
     def _is_current(draw: _Draw, like: torch.Tensor) -> bool:
         same_kind = (
-            draw.noise.shape == like.shape
-            and draw.noise.dtype == like.dtype
-            and draw.noise.device == like.device
+            draw.noise.shape == like.shape and draw.noise.dtype == like.dtype and draw.noise.device == like.device
         )
         return same_kind and torch.equal(draw.before, _default_state(like.device))

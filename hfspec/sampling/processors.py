@@ -60,18 +60,14 @@ class DraftProcessors:
 
     def __init__(self, processors: LogitsProcessorList) -> None:
         kept = list(stateless(processors))
-        cut = next(
-            (i for i, each in enumerate(kept) if type(each) is logits_process.TopKLogitsWarper), len(kept)
-        )
+        cut = next((i for i, each in enumerate(kept) if type(each) is logits_process.TopKLogitsWarper), len(kept))
         if not all(type(each) in _BLIND_TYPES for each in kept[cut:]):
             cut = len(kept)
         self._full = LogitsProcessorList(kept[:cut])
         self._short = LogitsProcessorList(kept[cut + 1 :])
         self._top_k: int | None = kept[cut].top_k if cut < len(kept) else None
 
-    def __call__(
-        self, prefix: torch.Tensor, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Process one position.
 
         Args:

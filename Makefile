@@ -1,0 +1,49 @@
+# Every target sets up .venv by itself; the stamp makes the second run skip that.
+# `make test PYTEST_ARGS="-k walk -x"` hands arguments to pytest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+# Idle OpenMP threads that spin slow everything else down several times on few cores.
+export OMP_WAIT_POLICY = passive
+export TOKENIZERS_PARALLELISM = false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install hfspec with its tools at the tested versions
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(STAMP) ## fetch a pair of models (once) and compare plain, assisted and hfspec
+	$(BIN)/hfspec demo
+
+test: $(STAMP) ## the whole suite on the newest transformers, then the host contract on the older ones
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/nox -s host
+
+lint: $(STAMP) ## ruff, mypy and the import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## let ruff fix and lay out the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## measure on this machine; results go to benchmarks/out
+	$(BIN)/hfspec bench
+
+clean: ## remove everything that was made here (the model cache stays)
+	rm -rf $(VENV) .nox build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

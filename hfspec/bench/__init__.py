@@ -1,0 +1,4 @@
+"""The substance of `hfspec bench`: prompts, methods, measuring, the report and its chart.
+
+Uses hfspec from outside, as a user would.
+"""

@@ -1,0 +1,93 @@
+"""Where prompts come from, and how they become input ids. Knows nothing of methods or times."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hfspec.bench.builtin import BY_CATEGORY, RAW_CATEGORIES
+from hfspec.bench.errors import BenchError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        is_raw: text to be continued, not a message to be answered: no chat template.
+    """
+
+    id: str
+    category: str
+    text: str
+    is_raw: bool = False
+
+
+def built_in() -> list[Prompt]:
+    """The 24 prompts of `hfspec.bench.builtin`."""
+    return [
+        Prompt(f"{category} {number}", category, text, category in RAW_CATEGORIES)
+        for category, texts in BY_CATEGORY.items()
+        for number, text in enumerate(texts, start=1)
+    ]
+
+
+def read(path: Path) -> list[Prompt]:
+    """Read Spec-Bench's form: a JSON object a line with `question_id`, `category` and `turns`.
+
+    The first turn is the prompt.
+
+    Raises:
+        BenchError: the file cannot be read, or a line has another form.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"--prompts {path}: the file cannot be read ({error}).") from error
+    prompts = [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise BenchError(f"--prompts {path}: there is no prompt in this file.")
+    return prompts
+
+
+def _parse(line: str, where: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+        text = entry["turns"][0]
+        if not isinstance(text, str):
+            raise TypeError("the first turn is not a text")
+        return Prompt(str(entry["question_id"]), str(entry["category"]), text)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise BenchError(
+            f"{where}: expected a JSON object with question_id, category and turns (a list of texts); "
+            f"got {type(error).__name__}: {error}."
+        ) from error
+
+
+def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """Take `limit` prompts, as evenly from the categories as can be, in their original order."""
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    seen: dict[str, int] = {}
+    turns = []
+    for index, prompt in enumerate(prompts):
+        turns.append((seen.get(prompt.category, 0), index))
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+    return [prompts[index] for index in sorted(index for _, index in sorted(turns)[:limit])]
+
+
+def encode(tokenizer: Any, prompt: Prompt, device: str) -> dict[str, torch.Tensor]:
+    """Input ids `[1, length]` and their mask, through the tokenizer's chat template where there is one."""
+    if prompt.is_raw or not tokenizer.chat_template:
+        encoded = tokenizer(prompt.text, return_tensors="pt")
+    else:
+        encoded = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.text}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}

@@ -1,0 +1,192 @@
+"""`hfspec bench`: plain, Hugging Face's own ways and hfspec, on the same prompts and weights.
+
+Options, progress and printing; what is measured, and how, is in `hfspec.bench`.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import logging as host_logging
+
+from hfspec.bench import chart, machine, report, tables
+from hfspec.bench.errors import BenchError
+from hfspec.bench.measure import Report, measure
+from hfspec.bench.methods import build, parse_names
+from hfspec.bench.models import Sampling, load_pair
+from hfspec.bench.prompts import Prompt, built_in, encode, read, spread
+from hfspec.config import DraftBudget
+
+DTypeName = Literal["bfloat16", "float16", "float32"]
+
+_ALL_METHODS = "plain,hf-assisted,hf-assisted-constant,hf-assisted-heuristic,hf-prompt-lookup,hfspec"
+
+
+@dataclass(frozen=True)
+class _Size:
+    """How much is run, where the user has not said."""
+
+    limit: int | None
+    max_new_tokens: int
+    methods: str
+
+
+_FULL = _Size(limit=None, max_new_tokens=128, methods=_ALL_METHODS)
+_QUICK = _Size(limit=6, max_new_tokens=64, methods="plain,hf-assisted,hfspec")
+
+
+def bench(
+    ctx: typer.Context,
+    target: Annotated[str, typer.Option(help="The model to speed up.")] = "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+    draft: Annotated[str, typer.Option(help="The small model.")] = "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Prompts in Spec-Bench's form (JSON lines); else 24 built-in ones of six kinds."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="So many prompts, spread over the categories; else all.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help=f"What to compare; plain is always run.  \\[default: {_ALL_METHODS}]")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens an answer, at most.  \\[default: 128]")
+    ] = None,
+    dtype: Annotated[DTypeName, typer.Option(help="Of both models.")] = "bfloat16",
+    draft_int8: Annotated[
+        bool, typer.Option("--draft-int8", help="Quantise the draft's linear layers (CPU), for every method.")
+    ] = False,
+    draft_random: Annotated[
+        bool, typer.Option("--draft-random", help="Give the draft random weights: the hopeless case.")
+    ] = False,
+    budget: Annotated[str, typer.Option(help="hfspec's draft budget: auto, ratio, or a number.")] = "auto",
+    sample: Annotated[bool, typer.Option("--sample", help="Sample, seeded, instead of greedily.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.01, help="With --sample.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each prompt; medians are reported.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One prompt of each kind, 64 tokens, three methods."),
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write everything here, with versions and machine.")
+    ] = None,
+    chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw speed-ups by category here (PNG).")] = None,
+) -> None:
+    """Measure how much faster generate() gets here.
+
+    Every prompt is answered by every method in turn, in one process, with the same weights and arguments.
+
+    Speeds, first tokens and the tokens themselves are compared with plain generate(); for hfspec also where
+    the time goes, and how near it comes to what the draft would allow.
+    """
+    _check(json_path, chart_path)
+    size = _QUICK if quick else _FULL
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+    names = parse_names(methods or size.methods)
+    draft_budget = DraftBudget.parse(int(budget) if budget.isdigit() else budget)
+    chosen = spread(read(prompts) if prompts else built_in(), limit or size.limit)
+    max_new_tokens = max_new_tokens or size.max_new_tokens
+    sampling = Sampling(temperature if sample else None, seed)
+    conditions = machine.describe() | {
+        "command": _command(ctx),
+        "target": target,
+        "draft": draft,
+        "draft_kind": _draft_kind(draft_int8, draft_random),
+        "dtype": dtype,
+        "choice": f"sampling at {temperature:g}, seed {seed}" if sample else "greedy",
+        "budget": budget,
+        "prompts": prompts.name if prompts else "built-in",
+        "num_prompts": len(chosen),
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+    }
+
+    pair = load_pair(target, draft, getattr(torch, dtype), is_draft_int8=draft_int8, is_draft_random=draft_random)
+    inputs = [(prompt, encode(pair.tokenizer, prompt, pair.device)) for prompt in chosen]
+    with pair.choosing_by(sampling), _quiet_host(), _progress(len(inputs) * len(names) * repeats) as note:
+        results = measure(build(names, pair, draft_budget), inputs, sampling, max_new_tokens, repeats, note)
+    found = report.build(results, conditions)
+
+    # Into a file or a pipe rich would write 80 columns, too few for six methods.
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    for part in tables.everything(found):
+        console.print(part)
+    if json_path is not None:
+        json_path.write_text(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if chart_path is not None:
+        chart.draw(found, chart_path)
+
+
+def _check(json_path: Path | None, chart_path: Path | None) -> None:
+    """Fail now rather than after the measurements.
+
+    Raises:
+        BenchError: a package of the `bench` extra is missing, or an output's folder.
+    """
+    needed = ["psutil"] if chart_path is None else ["psutil", "matplotlib"]
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise BenchError(f"hfspec bench needs {' and '.join(missing)}: pip install 'hfspec[bench]'.")
+    for path in (json_path, chart_path):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise BenchError(f"{path} cannot be written: there is no folder {path.parent}.")
+
+
+def _draft_kind(is_int8: bool, is_random: bool) -> str:
+    kinds = [word for word, is_meant in (("int8", is_int8), ("random weights", is_random)) if is_meant]
+    return f" ({', '.join(kinds)})" if kinds else ""
+
+
+def _command(ctx: typer.Context) -> str:
+    """The command line, rebuilt from the options that were given."""
+    words = ["hfspec", "bench"]
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name or "")
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        value = ctx.params[option.name or ""]
+        words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    return shlex.join(words)
+
+
+@contextmanager
+def _quiet_host() -> Iterator[None]:
+    """Hear only errors from transformers for a while: its assisted generation warns of its own arguments."""
+    before = host_logging.get_verbosity()
+    host: Any = host_logging
+    host.set_verbosity_error()
+    try:
+        yield
+    finally:
+        host.set_verbosity(before)
+
+
+@contextmanager
+def _progress(num_runs: int) -> Iterator[Report]:
+    """A bar on standard error, moved on by each call of what it yields."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("warming up", total=num_runs)
+        num_begun = 0
+
+        def note(prompt: Prompt, method: str) -> None:
+            nonlocal num_begun
+            bar.update(task, description=f"{prompt.category}, {prompt.id}: {method}", completed=num_begun)
+            num_begun += 1
+
+        yield note
+        bar.update(task, description="measured", completed=num_begun, total=num_begun)

@@ -1,0 +1,1 @@
+"""The tests. `models` has the tiny models and the oracle that all of them share."""
