@@ -156,10 +156,11 @@ class Controller:
             # The first draft also reads the prompt: until one can be timed by itself, this is a fair guess.
             costs.draft_token.value = 0.5 * costs.forwards(1)[1]
         experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
-        experience.tokens.add(outcome.num_committed)
-        experience.seconds.add(costs.rounds(draft.num_tokens)[-1])
-        self._adapt_ratio(outcome.num_accepted / draft.num_tokens)
-        if self._budget.policy == "measured":
+        if self._budget.policy == "ratio":
+            self._adapt_ratio(outcome.num_accepted / draft.num_tokens)
+        elif self._budget.policy == "measured":
+            experience.tokens.add(outcome.num_committed)
+            experience.seconds.add(costs.rounds(draft.num_tokens)[-1])
             self._judge()
 
     def _adapt_ratio(self, rate: float) -> None:

@@ -65,12 +65,18 @@ class _ModelSession(DraftSession):
         laws: list[torch.Tensor] = []
         confidences: list[float] = []
         while len(tokens) < num_tokens:
-            token, confidence, law = self._choose(prefix, self._forward(unread), position=len(tokens))
+            scores, token_ids = self._processors(prefix, self._forward(unread))
+            if self._context.selection == "rejection":
+                preference = scores.softmax(dim=-1)
+                index = torch.multinomial(preference, num_samples=1)
+                laws.append(self._spread(preference, token_ids))
+            else:
+                preference = self._preference(scores, token_ids, position=len(tokens))
+                index = preference.max(dim=-1, keepdim=True).indices
+            token = index if token_ids is None else token_ids.gather(1, index)
             tokens.append(token)
-            if law is not None:
-                laws.append(law)
             if budget.reads_confidence:
-                confidences.append(float(confidence))
+                confidences.append(self._confidence(preference, index))
                 if not budget.allows_another(confidences[-1]):
                     break
             unread = token
@@ -98,38 +104,34 @@ class _ModelSession(DraftSession):
         logits: torch.Tensor = self._source.model(input_ids=token_ids, **kwargs).logits[:, -1]
         self._num_read = end
         missing = self._context.vocab_size - logits.shape[-1]
-        logits = logits[:, : self._context.vocab_size].to(copy=True, dtype=torch.float32)
+        logits = logits[:, : self._context.vocab_size].to(torch.float32)
         return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
 
-    def _choose(
-        self, prefix: torch.Tensor, logits: torch.Tensor, position: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Pick the draft token for one position.
+    def _preference(self, scores: torch.Tensor, token_ids: torch.Tensor | None, position: int) -> torch.Tensor:
+        """What the target is likely to choose by, were its scores the draft's: `[1, n]`, its noise included."""
+        if self._context.selection == "greedy":
+            return scores
+        like = torch.empty(1, self._context.vocab_size, device=self._context.device)
+        noise = self._context.noise.peek(like, position).to(self._device)
+        return scores - (noise if token_ids is None else noise.gather(1, token_ids)).log()
 
-        Returns:
-            The token `[1, 1]`, the confidence in it (a scalar tensor), and its law `[1, vocab]` if it was drawn.
+    def _confidence(self, preference: torch.Tensor, index: torch.Tensor) -> float:
+        """How sure the choice of `index` `[1, 1]` is. `preference` is written over.
+
+        Drawn tokens: the law's greatest probability, read before any token is known by it. Picked tokens:
+        1 where nothing else could have been picked, 0 where the second best was as likely.
         """
-        scores, token_ids = self._processors(prefix, logits)
-        law = None
         if self._context.selection == "rejection":
-            probs = scores.softmax(dim=-1)
-            index = torch.multinomial(probs, num_samples=1)
-            confidence = probs.max()
-            law = probs
-            if token_ids is not None:
-                law = torch.zeros_like(logits).scatter_(1, token_ids, probs)
-        else:
-            weights = scores.softmax(dim=-1)
-            if self._context.selection == "seeded":
-                like = torch.empty(logits.shape, dtype=logits.dtype, device=self._context.device)
-                noise = self._context.noise.peek(like, position).to(self._device)
-                weights = weights / (noise if token_ids is None else noise.gather(1, token_ids))
-            best, indices = weights.topk(min(2, weights.shape[-1]), dim=-1)
-            index = indices[:, :1]
-            # 1 where nothing else could have been picked, 0 where the second best was as good.
-            confidence = 1 - best[0, -1] / best[0, 0]
-        token = index if token_ids is None else token_ids.gather(1, index)
-        return token, confidence, law
+            return float(preference.amax())
+        best = preference.gather(1, index)
+        second = preference.scatter_(1, index, -torch.inf).amax()
+        return float(-torch.expm1(second - best))
+
+    def _spread(self, probs: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """A law over some tokens as one over the whole vocabulary, `[1, vocab]`."""
+        if token_ids is None:
+            return probs
+        return probs.new_zeros(1, self._context.vocab_size).scatter_(1, token_ids, probs)
 
     def _without_padding(self, input_ids: torch.Tensor) -> torch.Tensor:
         mask = self._context.prompt_mask
