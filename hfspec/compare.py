@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hfspec.config import CALL_OPTIONS
 from hfspec.errors import ConfigError
-from hfspec.patch import is_patched, stats
+from hfspec.patch import is_patched, options_of
 from hfspec.sampling.noise import SeededNoise
 
 
@@ -59,8 +59,8 @@ def verify(model: PreTrainedModel, inputs: Any, *, seed: int = 0, **generate_kwa
         PatchError: the model is not patched.
         ConfigError: `acceptance="rejection"` with sampling keeps the law of the tokens, not the tokens.
     """
-    stats(model)  # raises if not patched
-    if generate_kwargs.get("acceptance") == "rejection":
+    acceptance = generate_kwargs.get("acceptance", options_of(model).acceptance)
+    if acceptance == "rejection" and _is_sampled(model, generate_kwargs):
         raise ConfigError("verify() compares tokens; acceptance='rejection' keeps only their law. Use 'seeded'.")
     call = _inputs(inputs) | generate_kwargs
     plain_ids = _seeded_generate(model, seed, call | {"speculate": False})
@@ -122,12 +122,13 @@ def _evidence(
         return None, None
     preference = again.scores[-1][0].double()
     temperature = 1.0
-    if generate_kwargs.get("do_sample", model.generation_config.do_sample):
+    if _is_sampled(model, generate_kwargs):
         with torch.random.fork_rng(_cuda_devices(model)):
             torch.manual_seed(seed)
             noise = SeededNoise().peek(again.scores[-1], position=index - num_prompt)
         preference = preference - noise[0].double().log()
-        temperature = generate_kwargs.get("temperature", model.generation_config.temperature) or 1.0
+        config = generate_kwargs.get("generation_config") or model.generation_config
+        temperature = generate_kwargs.get("temperature", config.temperature) or 1.0
     margin = float(preference[plain_id] - preference[other_id])
 
     prefix = plain_ids[:, :index]
@@ -135,6 +136,11 @@ def _evidence(
     whole = _seeded_generate(model, seed, at_once | details | plain | {"max_new_tokens": 1, "do_sample": False})
     rounding = (whole.logits[0][0].double() - again.logits[-1][0].double()).abs().max()
     return margin, 2 * float(rounding) / min(1.0, temperature)
+
+
+def _is_sampled(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
+    config = generate_kwargs.get("generation_config") or model.generation_config
+    return bool(generate_kwargs.get("do_sample", config.do_sample))
 
 
 def _seeded_generate(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation import GenerationConfig
 from transformers.generation import utils as generation_utils
@@ -80,9 +80,14 @@ def advance(
     host: Any = model
     model_kwargs = dict(model_kwargs)
     if _ADVANCES_BY_MANY:
+        # The host would append the last `num_new_tokens` types; token by token it repeats the last.
+        token_types = model_kwargs.pop("token_type_ids", None)
         advanced: dict[str, Any] = host._update_model_kwargs_for_generation(
             outputs, model_kwargs, num_new_tokens=num_new_tokens
         )
+        if token_types is not None:
+            new_types = token_types[:, -1:].expand(-1, num_new_tokens)
+            advanced["token_type_ids"] = torch.cat([token_types, new_types], dim=-1)
         return advanced
     for _ in range(num_new_tokens):
         model_kwargs = host._update_model_kwargs_for_generation(outputs, model_kwargs)
@@ -126,6 +131,17 @@ def is_full_attention(cache: Cache) -> bool:
     if type(cache) is not DynamicCache or cache.offloading:
         return False
     return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def takes_cache(config: Any) -> bool:
+    """Whether the causal model of this config takes a key-value cache; unknown configs are given the benefit."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model_class is None or CACHE_KEY in inspect.signature(model_class.forward).parameters
+
+
+def forget_prepared_cache(model: PreTrainedModel) -> None:
+    """Drop the static cache that 4.57 keeps on the model, where a call was refused before it could be filled."""
+    vars(model).pop("_cache", None)
 
 
 def empty_cache_for(config: Any) -> Cache:

@@ -59,7 +59,14 @@ class PatchState:
     last: Metrics = field(default_factory=Metrics)
     total: Metrics = field(default_factory=Metrics)
     warned: set[str] = field(default_factory=set)
-    experience: "weakref.WeakKeyDictionary[Any, Experience]" = field(default_factory=weakref.WeakKeyDictionary)
+    _experience: dict[int, tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
+
+    def experience_with(self, drafter: object) -> Experience:
+        """What is known about the pair with this draft model or source (which need not be hashable)."""
+        found = self._experience.get(id(drafter))
+        if found is None or found[0]() is not drafter:
+            found = self._experience[id(drafter)] = (weakref.ref(drafter), Experience())
+        return found[1]
 
     def finish(self, metrics: Metrics) -> None:
         """Take the counts of a call that is over."""
@@ -94,6 +101,7 @@ class Call:
         if wanted is not None:
             return
         if self.options.on_unsupported == "raise":
+            compat.forget_prepared_cache(self.model)
             raise UnsupportedCallError(
                 f"hfspec cannot speed up this call: {reason}. Pass on_unsupported='warn' to run it plain, "
                 "or speculate=False to say that this is wanted."
@@ -111,7 +119,6 @@ def sample(
     call: Call,
     vanilla: Callable[..., Any],
     input_ids: torch.Tensor,
-    *,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -220,6 +227,8 @@ def _problem(
         return f"{type(model).__name__} has a decoding loop of its own"
     if input_ids.shape[0] != 1:
         return f"batches are not sped up yet (this one has {input_ids.shape[0]} rows)"
+    if model.training and _drops_units(model):
+        return "the model is in training mode and drops units at random: no two forwards agree"
     if synced_gpus:
         return "several processes must make the same forwards (synced_gpus)"
     if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
@@ -230,6 +239,17 @@ def _problem(
     if not model_kwargs.get("use_cache"):
         return "use_cache=False leaves nothing to continue from"
     return cache_problem(model_kwargs.get(compat.CACHE_KEY))
+
+
+def _drops_units(model: PreTrainedModel) -> bool:
+    """Whether some module that is in training mode has a dropout above 0, as a layer or as a number it keeps."""
+    return any(
+        value > 0
+        for module in model.modules()
+        if module.training
+        for name, value in vars(module).items()
+        if isinstance(value, float) and (isinstance(module, torch.nn.Dropout) or "drop" in name)
+    )
 
 
 def _rule(options: Options, generation_config: GenerationConfig, noise: SeededNoise) -> Rule:

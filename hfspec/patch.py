@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,7 +26,6 @@ from transformers import (
 )
 
 from hfspec import compat, decode
-from hfspec.budget.cost import Experience
 from hfspec.cache.support import model_problem
 from hfspec.config import (
     CALL_OPTIONS,
@@ -59,7 +57,9 @@ class _Patch:
     state: decode.PatchState = field(default_factory=decode.PatchState)
 
 
-_patches: "weakref.WeakKeyDictionary[PreTrainedModel, _Patch]" = weakref.WeakKeyDictionary()
+#: Where the patch is found: on the class that the patched instance got for itself.
+_PATCH_ATTRIBUTE = "_hfspec_patch"
+
 _current_call: ContextVar[decode.Call | None] = ContextVar("hfspec_call", default=None)
 
 
@@ -111,7 +111,7 @@ def patch(
 
 def unpatch(model: Model) -> Model:
     """Take hfspec off; the model is as before `patch`. A model that is not patched stays as it is."""
-    if _patches.pop(model, None) is not None:
+    if is_patched(model):
         model.__class__ = _base_class(type(model))
     return model
 
@@ -122,7 +122,7 @@ def patched(model: Model, draft: DraftLike | None = None, **options: Any) -> Ite
 
     A model that was already patched gets its earlier options back at the end.
     """
-    before = _patches.get(model)
+    before = _patch_of(model) if is_patched(model) else None
     patch(model, draft, **options)
     try:
         yield model
@@ -135,7 +135,16 @@ def patched(model: Model, draft: DraftLike | None = None, **options: Any) -> Ite
 
 def is_patched(model: object) -> bool:
     """Whether hfspec is on this very model."""
-    return isinstance(model, PreTrainedModel) and model in _patches
+    return _PATCH_ATTRIBUTE in vars(type(model))
+
+
+def options_of(model: PreTrainedModel) -> Options:
+    """The options a model was patched with.
+
+    Raises:
+        PatchError: the model is not patched.
+    """
+    return _patch_of(model).options
 
 
 def stats(model: PreTrainedModel) -> Stats:
@@ -144,17 +153,20 @@ def stats(model: PreTrainedModel) -> Stats:
     Raises:
         PatchError: the model is not patched.
     """
-    found = _patches.get(model)
-    if found is None:
-        raise PatchError("hfspec.stats() needs a patched model; call hfspec.patch(model, draft=...) first.")
-    return Stats(last=found.state.last, total=found.state.total)
+    state = _patch_of(model).state
+    return Stats(last=state.last, total=state.total)
+
+
+def _patch_of(model: object) -> _Patch:
+    if not is_patched(model):
+        raise PatchError("This needs a patched model; call hfspec.patch(model, draft=...) first.")
+    found: _Patch = getattr(type(model), _PATCH_ATTRIBUTE)
+    return found
 
 
 def _put_on(model: PreTrainedModel, new: _Patch) -> None:
-    if model not in _patches:
-        base: Any = type(model)
-        model.__class__ = _patched_class(base)
-    _patches[model] = new
+    base = _base_class(type(model)) if is_patched(model) else type(model)
+    model.__class__ = _patched_class(base, new)
 
 
 def _check_target(model: object) -> None:
@@ -225,63 +237,63 @@ def _base_class(patched_class: type) -> Any:
     return patched_class.__mro__[1]
 
 
-@functools.cache
-def _patched_class(base: Any) -> Any:
-    """A subclass of `base` that looks like it and decodes through hfspec."""
+def _patched_class(base: Any, new: _Patch) -> Any:
+    """A subclass of `base`, for one instance, that looks like it and decodes through hfspec."""
 
     def plain(method: str, mode: str) -> Any:
-        @functools.wraps(getattr(base, method))
+        vanilla = getattr(base, method)
+
+        @functools.wraps(vanilla)
         def decoding_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-            vanilla = functools.partial(getattr(base, method), self)
-            return decode.run_plain(_call_of(self), f"{mode} is not sped up yet", vanilla, *args, **kwargs)
+            with _call_on(self) as call:
+                reason = f"{mode} is not sped up yet"
+                return decode.run_plain(call, reason, functools.partial(vanilla, self), *args, **kwargs)
 
         return decoding_loop
 
     @functools.wraps(base.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = _new_call(self, kwargs)
-        token = _current_call.set(call)
-        try:
+        with _counted(_new_call(self, kwargs)) as call:
             result = base.generate(self, *args, **kwargs)
             if not call.was_decoded:
-                call.note_plain(
-                    "the host decoded it in a way that hfspec does not see (custom_generate, paged batching)"
-                )
+                call.note_plain("it was decoded in a way that hfspec does not see (custom_generate, paged batching)")
             return result
-        finally:
-            _current_call.reset(token)
-            call.state.finish(call.metrics)
 
     @functools.wraps(base._sample)
-    def _sample(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return decode.sample(_call_of(self), functools.partial(base._sample, self), input_ids, *args, **kwargs)
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _call_on(self) as call:
+            return decode.sample(call, functools.partial(base._sample, self), *args, **kwargs)
 
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         # Pickled, it is the plain model: the patch belongs to this process.
-        make, arguments, *rest = base.__reduce_ex__(self, protocol)
-        return (make, tuple(base if each is type(self) else each for each in arguments), *rest)
+        make, arguments, *rest = base.__reduce_ex__(self, max(protocol, 2))
+        is_usual = getattr(make, "__name__", "") == "__newobj__"
+        return (_blank, (base, *arguments[1:]), *rest) if is_usual else (make, arguments, *rest)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         make, arguments, state = self.__reduce_ex__(4)[:3]
         clone = memo[id(self)] = make(*arguments)
         clone.__setstate__(copy.deepcopy(state, memo))
-        mine = _patches[self]
+        mine = _patch_of(self)
         _put_on(clone, _Patch(mine.drafting, mine.options))
         return clone
 
-    overrides = {"generate": generate, compat.SAMPLE_METHOD: _sample, "__reduce_ex__": __reduce_ex__}
-    overrides |= {"__deepcopy__": __deepcopy__}
-    overrides |= {
-        name: plain(name, mode) for name, mode in compat.OTHER_DECODING_METHODS.items() if hasattr(base, name)
-    }
-    looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base)(base.__name__, (base,), overrides | looks)
+    members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {_PATCH_ATTRIBUTE: new, "generate": generate, compat.SAMPLE_METHOD: _sample}
+    members |= {"__reduce_ex__": __reduce_ex__, "__deepcopy__": __deepcopy__}
+    members |= {name: plain(name, mode) for name, mode in compat.OTHER_DECODING_METHODS.items() if hasattr(base, name)}
+    return type(base)(base.__name__, (base,), members)
+
+
+def _blank(cls: Any, *arguments: Any) -> Any:
+    """An empty instance for unpickling to fill."""
+    return cls.__new__(cls, *arguments)
 
 
 def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
     """Take hfspec's keywords out of `kwargs` and join them with the patch's options."""
     reject_misspelt((word for word in kwargs if word not in _host_keywords()), CALL_OPTIONS, "generate()")
-    mine = _patches[model]
+    mine = _patch_of(model)
     given = {name: kwargs.pop(name) for name in CALL_OPTIONS if name in kwargs}
     draft = given.pop("draft", None)
     if "draft_budget" in given:
@@ -289,7 +301,7 @@ def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
     options = dataclasses.replace(mine.options, **given)
     drafting = mine.drafting if draft is None else _drafting(model, draft, options)
     key = drafting.source.model if isinstance(drafting.source, ModelDraft) else drafting.source
-    experience = mine.state.experience.setdefault(key, Experience())
+    experience = mine.state.experience_with(key)
     has_own_cache = any(kwargs.get(name) is not None for name in compat.CACHE_KEYS)
     has_host_loop = _base_class(type(model))._sample is GenerationMixin._sample
     return decode.Call(model, options, drafting, experience, mine.state, has_host_loop, has_own_cache)
@@ -300,7 +312,23 @@ def _host_keywords() -> frozenset[str]:
     return frozenset(vars(GenerationConfig())) | set(CALL_OPTIONS)
 
 
-def _call_of(model: PreTrainedModel) -> decode.Call:
-    """The call this model is in; a decoding loop called directly is a call of its own."""
+@contextmanager
+def _counted(call: decode.Call) -> Iterator[decode.Call]:
+    """Make `call` the current one for the body, and count it at the end, however it ends."""
+    token = _current_call.set(call)
+    try:
+        yield call
+    finally:
+        _current_call.reset(token)
+        call.state.finish(call.metrics)
+
+
+@contextmanager
+def _call_on(model: PreTrainedModel) -> Iterator[decode.Call]:
+    """The call this model is in; a decoding loop called by itself is a call of its own."""
     call = _current_call.get()
-    return call if call is not None and call.model is model else _new_call(model, {})
+    if call is not None and call.model is model:
+        yield call
+    else:
+        with _counted(_new_call(model, {})) as new:
+            yield new

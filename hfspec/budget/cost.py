@@ -157,5 +157,5 @@ class Experience:
 
 
 def _level(confidence: float) -> int:
-    # A confidence of nan (all scores -inf) counts as none.
+    # A confidence of nan (nothing could have been picked) counts as none.
     return min(_NUM_LEVELS - 1, max(0, int(confidence * _NUM_LEVELS))) if confidence == confidence else 0

@@ -12,6 +12,8 @@ def model_problem(config: PretrainedConfig) -> str | None:
     """Why a model of this config cannot be sped up (or draft), or `None` if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models are not sped up yet"
+    if not compat.takes_cache(config):
+        return "it keeps a state of its own kind, not a key-value cache"
     try:
         cache = compat.empty_cache_for(config)
     except Exception as error:  # a config the host's own cache cannot be built from

@@ -4,13 +4,16 @@ The target needs no draft to be right, so whatever a source does wrong costs spe
 """
 
 import logging
+import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from hfspec.draft.base import Context, DraftSession, DraftSource
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcome, RoundBudget
+from hfspec.sampling.noise import unmoved
 
 logger = logging.getLogger("hfspec")
 
@@ -34,9 +37,10 @@ class GuardedSession(DraftSession):
         """The source's draft, or an empty one for a budget of 0 and after a failure."""
         if budget.num_tokens > 0 and not self.has_failed:
             try:
-                if self._session is None:
-                    self._session = self._source.start(self._context)
-                draft = self._session.propose(input_ids, budget)
+                with self._unmoved_randomness():
+                    if self._session is None:
+                        self._session = self._source.start(self._context)
+                    draft = self._session.propose(input_ids.clone(), budget)
                 _check_draft(draft, budget.num_tokens, self._context)
                 return draft
             except Exception as error:  # any fault of a source, out of memory included, must not reach the user
@@ -47,7 +51,8 @@ class GuardedSession(DraftSession):
         """Hand the verdict on."""
         if self._session is not None and not self.has_failed:
             try:
-                self._session.observe(outcome)
+                with self._unmoved_randomness():
+                    self._session.observe(outcome)
             except Exception as error:  # see propose
                 self._fail(error)
 
@@ -59,6 +64,13 @@ class GuardedSession(DraftSession):
             except Exception as error:  # see propose
                 self._fail(error)
             self._session = None
+
+    def _unmoved_randomness(self) -> AbstractContextManager[None]:
+        """Whatever the source draws, vanilla's random stream goes on as if it had not.
+
+        In rejection drafts are drawn from that very stream: the tokens are not vanilla's there.
+        """
+        return nullcontext() if self._context.selection == "rejection" else unmoved(self._context.device)
 
     def _fail(self, error: Exception) -> None:
         self.has_failed = True
@@ -81,6 +93,15 @@ def _check_draft(draft: object, max_tokens: int, context: Context) -> None:
         raise DraftError(f"it proposed ids outside the target's vocabulary of {context.vocab_size}")
     if ids.device != context.device:
         raise DraftError(f"it proposed ids on {ids.device}; the target's are on {context.device}")
+    if draft.confidences and len(draft.confidences) != ids.shape[1]:
+        raise DraftError(f"it proposed {ids.shape[1]} tokens with {len(draft.confidences)} confidences")
+    if not all(isinstance(each, float | int) and not math.isinf(each) for each in draft.confidences):
+        raise DraftError(f"its confidences {draft.confidences} are not finite numbers")
     wanted = (ids.shape[1], context.vocab_size)
-    if draft.probs is not None and tuple(draft.probs.shape) != wanted:
+    if draft.probs is None:
+        return
+    if tuple(draft.probs.shape) != wanted:
         raise DraftError(f"its probabilities have shape {list(draft.probs.shape)}; {list(wanted)} is needed")
+    # A law that does not sum to 1, nan included, would bias what is accepted.
+    if not bool(((draft.probs.sum(dim=-1) - 1).abs() < 1e-2).all() & (draft.probs >= 0).all()):
+        raise DraftError("its probabilities are not a law: each row must be 0 or more and sum to 1")

@@ -7,6 +7,8 @@ Daliri et al. 2024, arXiv 2408.07978).
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,19 @@ def _set_default_state(device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def unmoved(device: torch.device) -> Iterator[None]:
+    """Put the default generators of the CPU and of `device` back to where they were, if the body moves them."""
+    devices = {torch.device("cpu"), device}
+    before = {each: _default_state(each) for each in devices}
+    try:
+        yield
+    finally:
+        for each, state in before.items():
+            if not torch.equal(state, _default_state(each)):
+                _set_default_state(each, state)
 
 
 @dataclass(frozen=True)

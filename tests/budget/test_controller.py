@@ -1,0 +1,210 @@
+"""The controller, with made-up times and verdicts: no model, no clock."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from hfspec import DraftBudget
+from hfspec.budget.controller import Controller
+from hfspec.budget.cost import Experience
+from hfspec.rounds import Draft, Outcome
+from tests.models import rows
+
+
+class Machine:
+    """A pair and a machine on paper: what a round costs, and how likely each draft token is accepted.
+
+    Args:
+        acceptance: probability that a draft token is accepted, given those before it were.
+        draft, verify, wider: seconds of one draft token, of a plain forward, and of one more token in it.
+    """
+
+    def __init__(self, acceptance=0.8, draft=0.1, verify=1.0, wider=0.01, seed=0):
+        self.acceptance, self.draft, self.verify, self.wider = acceptance, draft, verify, wider
+        self.random = random.Random(seed)
+        self.experience = Experience()
+        self.seconds, self.tokens, self.lengths = 0.0, 0, []
+
+    def forward(self, width: int) -> float:
+        return self.verify + self.wider * (width - 1)
+
+    def call(self, num_tokens, budget=DraftBudget(), reads_confidence=False):  # noqa: B008 - frozen
+        """Generate so many tokens; return how long each round's draft was."""
+        controller = Controller(budget, self.experience, reads_confidence)
+        lengths, remaining, is_first = [], num_tokens, True
+        while remaining > 0:
+            round_budget = controller.next_round(remaining)
+            confidences, num_drafted = [], 0
+            while num_drafted < round_budget.num_tokens:
+                num_drafted += 1
+                if round_budget.reads_confidence:
+                    confidences.append(self.random.uniform(0.5, 1) * self.acceptance)
+                    if not round_budget.allows_another(confidences[-1]):
+                        break
+            accepted = 0
+            while accepted < num_drafted and self.random.random() < self.acceptance:
+                accepted += 1
+            judged = min(num_drafted, accepted + 1)
+            draft_seconds, verify_seconds = num_drafted * self.draft, self.forward(num_drafted + 1)
+            seconds = draft_seconds + verify_seconds + 0.01
+            draft = Draft(rows(*[5] * num_drafted), None, tuple(confidences), caught_up=9 if is_first else 0)
+            is_first = is_first and num_drafted == 0
+            controller.observe(draft, Outcome(judged, accepted, accepted + 1), draft_seconds, verify_seconds, seconds)
+            lengths.append(num_drafted)
+            self.seconds += seconds
+            self.tokens += accepted + 1
+            remaining -= accepted + 1
+        self.lengths += lengths
+        return lengths
+
+    @property
+    def speed_up(self) -> float:
+        """Against plain decoding on the same machine."""
+        return self.tokens * (self.forward(1) + 0.01) / self.seconds
+
+
+both_ways = pytest.mark.parametrize("reads_confidence", [False, True], ids=["blind", "reads confidence"])
+
+
+@both_ways
+def test_a_good_cheap_draft_drafts_long(reads_confidence):
+    """With cheap, good drafts most rounds draft, several tokens at a time, and it pays."""
+    machine = Machine(acceptance=0.9, draft=0.05)
+    lengths = machine.call(1000, reads_confidence=reads_confidence)
+    later = lengths[len(lengths) // 2 :]
+    assert sum(later) / len(later) > 4
+    assert machine.speed_up > 2
+
+
+@both_ways
+def test_a_better_draft_drafts_longer(reads_confidence):
+    """The length follows the acceptance."""
+    means = []
+    for acceptance in (0.5, 0.75, 0.95):
+        lengths = Machine(acceptance, draft=0.05).call(1500, reads_confidence=reads_confidence)
+        later = lengths[len(lengths) // 2 :]
+        means.append(sum(later) / len(later))
+    assert means[0] < means[1] < means[2]
+
+
+@both_ways
+@pytest.mark.parametrize(
+    "machine", [{"acceptance": 0.0}, {"acceptance": 0.3, "draft": 0.9}, {"acceptance": 0.1, "draft": 0.3}]
+)
+def test_a_hopeless_draft_is_hardly_used(machine, reads_confidence):
+    """Promise 3: speculation that does not pay takes a small share of the rounds and of the time."""
+    hopeless = Machine(**machine)
+    lengths = hopeless.call(3000, reads_confidence=reads_confidence)
+    assert sum(length > 0 for length in lengths) / len(lengths) < 0.05
+    assert hopeless.speed_up > 0.97
+
+
+@both_ways
+def test_pauses_double(reads_confidence):
+    """Each failed trial is followed by a pause about twice as long, up to a limit."""
+    lengths = Machine(acceptance=0.0).call(4000, reads_confidence=reads_confidence)
+    pauses, run = [], 0
+    for length in lengths:
+        if length == 0:
+            run += 1
+        elif run:
+            pauses.append(run)
+            run = 0
+    grown = [pause for pause in pauses if pause >= 16]
+    assert len(grown) >= 4
+    for before, after in pairwise(grown):
+        assert after == pytest.approx(min(2 * before, 512), abs=before * 0.2)
+
+
+@both_ways
+def test_speculation_comes_back_when_the_text_changes(reads_confidence):
+    """A draft that becomes good is found out within one of the longest pauses."""
+    machine = Machine(acceptance=0.0, draft=0.05)
+    machine.call(3000, reads_confidence=reads_confidence)
+    machine.acceptance = 0.95
+    machine.call(1200, reads_confidence=reads_confidence)
+    lengths = machine.call(300, reads_confidence=reads_confidence)
+    assert sum(length > 0 for length in lengths) / len(lengths) > 0.8
+
+
+def test_what_was_learned_outlives_the_call():
+    """A second call starts with the experience of the first: no second set of trials."""
+    machine = Machine(acceptance=0.0)
+    machine.call(400)
+    assert sum(length > 0 for length in machine.call(50)) <= 4
+
+
+def test_a_good_pair_does_not_wait_in_its_second_call():
+    """A second call of a pair that pays drafts from its first round."""
+    machine = Machine(acceptance=0.9, draft=0.05)
+    machine.call(400)
+    assert machine.call(50)[0] > 0
+
+
+def test_a_fixed_budget_never_moves():
+    """The fixed policy asks for its number in every round, but for the call's end."""
+    lengths = Machine(acceptance=0.0).call(40, DraftBudget(max_tokens=3, policy="fixed"))
+    assert lengths == [3] * 37 + [2, 1, 0]
+
+
+def test_no_round_drafts_beyond_the_calls_end():
+    """A round commits one more than it drafts, so it never drafts all that remains."""
+    for policy in ("fixed", "ratio", "measured"):
+        budget = DraftBudget(min_tokens=2, max_tokens=8, policy=policy)
+        controller = Controller(budget, Experience(), reads_confidence=False)
+        for remaining in (1, 2, 3, 20):
+            assert controller.next_round(remaining).num_tokens <= remaining - 1
+
+
+def test_a_length_limit_may_be_unknown():
+    """Without a limit on the text only the budget limits a round."""
+    controller = Controller(DraftBudget(max_tokens=6, policy="fixed"), Experience(), reads_confidence=False)
+    assert controller.next_round(None).num_tokens == 6
+
+
+@both_ways
+def test_a_least_length_is_kept(reads_confidence):
+    """With `min_tokens` speculation is never switched off, however little it brings."""
+    budget = DraftBudget(min_tokens=2, max_tokens=8)
+    lengths = Machine(acceptance=0.1, draft=0.5).call(300, budget, reads_confidence)
+    assert min(lengths[:-3]) >= 2
+
+
+@both_ways
+def test_a_most_length_is_kept(reads_confidence):
+    """No round drafts more than `max_tokens`."""
+    lengths = Machine(acceptance=1.0, draft=0.01).call(300, DraftBudget(max_tokens=5), reads_confidence)
+    assert max(lengths) == 5
+
+
+class TestRatio:
+    """+1 above 0.8 acceptance, −1 below 0.4, within the bounds."""
+
+    def lengths(self, verdicts, **bounds):
+        controller = Controller(DraftBudget(policy="ratio", **bounds), Experience(), reads_confidence=False)
+        seen = []
+        for share in verdicts:
+            asked = controller.next_round(None).num_tokens
+            seen.append(asked)
+            accepted = round(share * asked)
+            draft = Draft(rows(*[5] * asked))
+            controller.observe(draft, Outcome(min(asked, accepted + 1), accepted, accepted + 1), 1.0, 1.0, 2.0)
+        return seen
+
+    def test_it_rises(self):
+        assert self.lengths([1.0] * 4) == [5, 6, 7, 8]
+
+    def test_it_falls_to_one(self):
+        assert self.lengths([0.0] * 7) == [5, 4, 3, 2, 1, 1, 1]
+
+    def test_it_stays_in_between(self):
+        assert self.lengths([0.6] * 3) == [5, 5, 5]
+
+    def test_it_keeps_its_bounds(self):
+        assert self.lengths([1.0] * 4, max_tokens=6) == [5, 6, 6, 6]
+        assert self.lengths([0.0] * 4, min_tokens=4) == [5, 4, 4, 4]
+
+    def test_it_starts_within_its_bounds(self):
+        assert self.lengths([0.6], max_tokens=3) == [3]
+        assert self.lengths([0.6], min_tokens=9) == [9]

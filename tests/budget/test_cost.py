@@ -1,0 +1,98 @@
+"""What is remembered of costs and acceptance."""
+
+import pytest
+
+from hfspec.budget.cost import Acceptance, Average, Costs, Experience, Seconds
+
+
+def test_an_average_begins_as_the_mean():
+    """The first values count alike."""
+    average = Average(weight=0.1)
+    for value in (1.0, 2.0, 6.0):
+        average.add(value)
+    assert average.value == pytest.approx(3.0)
+
+
+def test_an_average_forgets():
+    """Later values count by their weight, so old ones fade."""
+    average = Average(weight=0.1)
+    for value in [1.0] * 100 + [5.0] * 100:
+        average.add(value)
+    assert average.value == pytest.approx(5.0, abs=0.01)
+
+
+def test_a_burst_of_slow_times_is_not_believed():
+    """Stretches in which another process had the machine do not spoil what is known."""
+    seconds = Seconds()
+    for value in [1.0] * 20 + [50.0] * 10:
+        seconds.add(value)
+    assert seconds.value == pytest.approx(1.0)
+
+
+def test_a_lasting_change_of_time_is_believed():
+    """When everything becomes slower or faster for good, the time known follows."""
+    seconds = Seconds()
+    for value in [1.0] * 50 + [3.0] * 50 + [0.5] * 50:
+        seconds.add(value)
+    assert seconds.value == pytest.approx(0.5)
+    assert seconds.count == 150
+
+
+def test_forward_times_are_interpolated_between_widths():
+    """At measured widths as measured, between them on the line, below the least as the least."""
+    costs = Costs()
+    costs.add_forward(2, 1.0)
+    costs.add_forward(6, 3.0)
+    assert costs.forwards(6)[1:] == pytest.approx([1.0, 1.0, 1.5, 2.0, 2.5, 3.0])
+
+
+def test_forward_times_beyond_the_widest_hardly_grow():
+    """Beyond the widest measured, no steep slope is made up: the true curve has steps."""
+    costs = Costs()
+    costs.add_forward(1, 1.0)
+    costs.add_forward(2, 2.0)
+    assert 2.0 < costs.forwards(10)[10] < 2.4
+
+
+def test_nothing_measured_costs_nothing():
+    """Before the first measurement times are 0 and rates unknown, not errors."""
+    assert Costs().forwards(5) == [0.0] * 6
+    assert Costs().num_plain == 0
+    assert Experience().plain_rate == 0.0
+    assert Experience().speculative_rate == 0.0
+
+
+def test_a_round_costs_its_parts():
+    """Draft tokens, one forward a token wider, and the loop."""
+    costs = Costs()
+    costs.add_forward(1, 1.0)
+    costs.add_forward(4, 1.3)
+    costs.draft_token.add(0.2)
+    costs.overhead.add(0.05)
+    assert costs.rounds(3) == pytest.approx([1.05, 1.35, 1.65, 1.95])
+
+
+def test_acceptance_is_kept_by_depth():
+    """Depths are judged only as far as the walk came, and little-seen ones borrow the mean."""
+    acceptance = Acceptance()
+    for _ in range(200):
+        acceptance.add((), num_judged=2, num_accepted=1)
+    assert acceptance.at_depth(1) == pytest.approx(1.0, abs=0.02)
+    assert acceptance.at_depth(2) == pytest.approx(0.0, abs=0.02)
+    assert acceptance.at_depth(9) == pytest.approx(0.5, abs=0.05)
+
+
+def test_acceptance_is_kept_by_confidence():
+    """Sure tokens and unsure ones are counted apart."""
+    acceptance = Acceptance()
+    for _ in range(300):
+        acceptance.add((0.95, 0.05), num_judged=2, num_accepted=1)
+    assert acceptance.at_confidence(0.95) > 0.95
+    assert acceptance.at_confidence(0.05) < 0.05
+    assert acceptance.at_confidence(0.5) == Acceptance().at_confidence(0.5)
+
+
+@pytest.mark.parametrize("confidence", [-1.0, 0.0, 1.0, 7.0, float("nan")])
+def test_any_confidence_has_a_place(confidence):
+    """Confidences at and beyond the ends of 0 … 1 are no error."""
+    assert 0 <= Acceptance().at_confidence(confidence) <= 1

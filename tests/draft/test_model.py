@@ -1,0 +1,145 @@
+"""A small model as draft source, driven by hand."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+
+from hfspec import Context, DraftError, Outcome, RoundBudget
+from hfspec.draft.model import ModelDraft
+from hfspec.sampling.noise import SeededNoise
+from tests.models import SUPPORTED, VOCAB, build, plain_text, prompt, rows, shared
+
+
+def context(selection="greedy", **more):
+    return Context(VOCAB, torch.device("cpu"), selection, **more)
+
+
+def session(model, *args, **kwargs):
+    return ModelDraft(model).start(context(*args, **kwargs))
+
+
+def propose(drafting, ids, num_tokens):
+    with torch.no_grad():
+        return drafting.propose(ids, RoundBudget(num_tokens))
+
+
+@pytest.mark.parametrize("arch", SUPPORTED)
+def test_it_proposes_what_it_would_write(arch):
+    """A greedy draft is the draft model's own greedy text."""
+    text = plain_text(shared(arch), prompt(), max_new_tokens=6)
+    draft = propose(session(shared(arch)), prompt(), 6)
+    assert torch.equal(draft.token_ids, text[:, 7:])
+    assert draft.probs is None
+
+
+@pytest.mark.parametrize("num_accepted", range(5))
+def test_it_goes_on_from_the_committed_text(num_accepted):
+    """After any verdict the next draft is that of a fresh session over the committed text."""
+    drafting, ids = session(shared()), prompt()
+    drafted = propose(drafting, ids, 4).token_ids
+    ids = torch.cat([ids, drafted[:, :num_accepted], rows(11)], dim=-1)
+    drafting.observe(Outcome(min(num_accepted + 1, 4), num_accepted, num_accepted + 1))
+    draft = propose(drafting, ids, 4)
+    assert torch.equal(draft.token_ids, propose(session(shared()), ids, 4).token_ids)
+    assert draft.caught_up == 0
+
+
+def test_it_catches_up_after_plain_rounds():
+    """Tokens committed while it was not asked are read first, and counted."""
+    drafting, ids = session(shared()), prompt()
+    assert propose(drafting, ids, 2).caught_up == 5
+    drafting.observe(Outcome(1, 0, 1))
+    ids = torch.cat([ids, prompt(6, seed=4)], dim=-1)
+    draft = propose(drafting, ids, 2)
+    assert draft.caught_up == 4
+    assert torch.equal(draft.token_ids, propose(session(shared()), ids, 2).token_ids)
+
+
+def test_padding_is_not_read():
+    """A left-padded prompt drafts what the bare prompt drafts."""
+    padded = torch.cat([rows(0, 0, 0), prompt()], dim=-1)
+    mask = (padded != 0).long()
+    drafted = propose(session(shared(), prompt_mask=mask), padded, 5).token_ids
+    assert torch.equal(drafted, propose(session(shared()), prompt(), 5).token_ids)
+
+
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_a_drawn_draft_hands_over_the_law_it_was_drawn_from(top_k):
+    """Case 6: under rejection, the law of each token is the processed one, at full width, and gave the token."""
+    processors = LogitsProcessorList([TemperatureLogitsWarper(2.0)])
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    draft = propose(session(shared(), "rejection", processors=processors), prompt(), 3)
+    prefix = prompt()
+    for index in range(3):
+        with torch.no_grad():
+            logits = shared()(input_ids=prefix).logits[:, -1].float()
+        torch.testing.assert_close(draft.probs[index], processors(prefix, logits).softmax(-1)[0])
+        prefix = torch.cat([prefix, draft.token_ids[:, index : index + 1]], dim=-1)
+        assert draft.probs[index, prefix[0, -1]] > 0
+
+
+def test_a_seeded_draft_foretells_the_draws():
+    """With the target's law it proposes what `torch.multinomial` will draw, and draws nothing itself."""
+    noise = SeededNoise()
+    state = torch.get_rng_state()
+    draft = propose(session(shared(), "seeded", noise=noise), prompt(), 4)
+    assert torch.equal(torch.get_rng_state(), state)
+    prefix = prompt()
+    for token in draft.token_ids[0]:
+        with torch.no_grad():
+            probs = shared()(input_ids=prefix).logits[:, -1].float().softmax(-1)
+        assert torch.equal(torch.multinomial(probs, 1)[0, 0], token)
+        prefix = torch.cat([prefix, token.view(1, 1)], dim=-1)
+
+
+class StopsAfter(RoundBudget):
+    """Ends a draft after so many tokens."""
+
+    def __init__(self, num_tokens, stop):
+        super().__init__(num_tokens, reads_confidence=True)
+        self.stop, self.seen = stop, []
+
+    def allows_another(self, confidence):
+        self.seen.append(confidence)
+        return len(self.seen) < self.stop
+
+
+def test_it_asks_the_budget_after_each_token():
+    """The token just drafted stays in the draft (ALGORITHMS B0); its confidence is between 0 and 1."""
+    budget = StopsAfter(8, stop=3)
+    with torch.no_grad():
+        draft = session(shared()).propose(prompt(), budget)
+    assert draft.num_tokens == 3
+    assert list(draft.confidences) == budget.seen
+    assert all(0 <= each <= 1 for each in budget.seen)
+
+
+def test_its_context_has_an_end():
+    """Near its last position it proposes fewer tokens, beyond it raises."""
+    model = build("gpt2", n_positions=12)
+    assert propose(session(model), prompt(10), 8).num_tokens == 3
+    assert propose(session(model), prompt(12), 8).num_tokens == 1
+    with pytest.raises(DraftError, match="context of 12"):
+        propose(session(model), prompt(13), 8)
+
+
+@pytest.mark.parametrize("vocab", [96, 97, 120])
+def test_ids_are_the_targets(vocab):
+    """A draft with more ids proposes none of them; with fewer, its laws are as wide as the target's."""
+    model = build(vocab_size=vocab)
+    draft = propose(session(model, "rejection"), prompt() % 90, 12)
+    assert int(draft.token_ids.max()) < VOCAB
+    assert draft.probs.shape == (12, VOCAB)
+    torch.testing.assert_close(draft.probs.sum(-1), torch.ones(12))
+
+
+def test_sessions_are_apart():
+    """Two calls at once on one source do not meet."""
+    source = ModelDraft(shared())
+    one, other = source.start(context()), source.start(context())
+    drafts = [propose(each, ids, 3) for each, ids in ((one, prompt()), (other, prompt(9, seed=5)))]
+    one.observe(Outcome(3, 3, 4))
+    other.observe(Outcome(1, 0, 1))
+    ids = torch.cat([prompt(), drafts[0].token_ids, rows(7)], dim=-1)
+    assert torch.equal(propose(one, ids, 3).token_ids, propose(session(shared()), ids, 3).token_ids)

@@ -1,0 +1,331 @@
+"""Tiny models made in memory, drafts of every quality, and the oracle: the same call, unpatched.
+
+Weights are float64 with a wide initialisation, so that the likeliest token varies along a text and
+no rounding changes it.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import Regex, decoders, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import hfspec
+from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget, compat
+
+VOCAB = 97
+PAD, BOS = 0, 1
+
+_SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": None}
+_ROPE_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.5,
+}
+_GPT2_SIZES = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "initializer_range": 0.5,
+}
+_T5_SIZES = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+_MAMBA_SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+_ARCHITECTURES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, _ROPE_SIZES),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, _ROPE_SIZES),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, _GPT2_SIZES),
+    "mistral": (MistralForCausalLM, MistralConfig, _ROPE_SIZES | {"sliding_window": 8}),
+    "mamba": (MambaForCausalLM, MambaConfig, _MAMBA_SIZES),
+    "t5": (T5ForConditionalGeneration, T5Config, _T5_SIZES | {"decoder_start_token_id": PAD}),
+}
+#: Those whose cache can be rolled back.
+SUPPORTED = ("llama", "qwen2", "gpt2")
+
+
+def build(arch: str = "llama", seed: int = 0, dtype: Any = torch.float64, attn: str = "eager", **sizes: Any):
+    """A new random model, the same for the same arguments."""
+    model_class, config_class, defaults = _ARCHITECTURES[arch]
+    config = config_class(**(_SPECIAL | defaults | sizes))
+    if arch != "mamba":
+        config._attn_implementation = attn
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model_class(config).to(dtype).eval()
+
+
+@functools.cache
+def shared(arch: str = "llama", seed: int = 0, attn: str = "eager"):
+    """A model for tests that leave it as they found it."""
+    return build(arch, seed, attn=attn)
+
+
+@functools.cache
+def noisy(arch: str = "llama", seed: int = 0, attn: str = "eager", scale: float = 0.02):
+    """A good draft: the shared model with a little noise on its weights."""
+    model = copy.deepcopy(shared(arch, seed, attn))
+    generator = torch.Generator().manual_seed(seed + 1000)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            weight += scale * noise
+    return model
+
+
+def prompt(length: int = 7, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    """Random ids `[1, length]` without special tokens."""
+    return torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable ASCII character, `VOCAB` in all."""
+    vocab = {"<pad>": PAD, "<s>": BOS} | {chr(32 + i): 2 + i for i in range(VOCAB - 2)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", clean_up_tokenization_spaces=False
+    )
+
+
+@functools.cache
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that a character can take several; ids 0 and 1 are special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": PAD, "<s>": BOS} | {token: 2 + i for i, token in enumerate(alphabet)}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", clean_up_tokenization_spaces=False
+    )
+
+
+class Scripted(DraftSource):
+    """Forces accept counts: knows what vanilla will write, and proposes so many right tokens, then a wrong one.
+
+    Args:
+        text: vanilla's whole output `[1, length]`, prompt included.
+        accepts: right tokens in each round, over and over; more than the budget means all right.
+    """
+
+    def __init__(self, text: torch.Tensor, accepts: Sequence[int], vocab: int = VOCAB) -> None:
+        self.text = text[0].tolist()
+        self.accepts = tuple(accepts)
+        self.vocab = vocab
+        self.num_starts = 0
+        self.drafts: list[list[int]] = []
+        self.outcomes: list[Outcome] = []
+
+    def start(self, context: Context) -> DraftSession:
+        self.num_starts += 1
+        return _ScriptedSession(self, context)
+
+
+class _ScriptedSession(DraftSession):
+    def __init__(self, source: Scripted, context: Context) -> None:
+        self._source = source
+        self._context = context
+
+    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
+        source, start = self._source, input_ids.shape[1]
+        num_right = source.accepts[len(source.drafts) % len(source.accepts)]
+        ids = []
+        for index in range(min(budget.num_tokens, num_right + 1)):
+            at = start + index
+            right = source.text[at] if at < len(source.text) else 0
+            ids.append(right if index < num_right else (right + 1) % source.vocab)
+        source.drafts.append(ids)
+        return Draft(torch.tensor([ids], dtype=torch.long, device=self._context.device))
+
+    def observe(self, outcome: Outcome) -> None:
+        self._source.outcomes.append(outcome)
+
+
+class FunctionSource(DraftSource):
+    """A source whose `propose` is a plain function of `input_ids`, budget and round number (1, 2, …)."""
+
+    def __init__(self, propose: Callable[[torch.Tensor, RoundBudget, int], Any]) -> None:
+        self._propose = propose
+
+    def start(self, context: Context) -> DraftSession:
+        session = _FunctionSession()
+        session.function = self._propose
+        return session
+
+
+class _FunctionSession(DraftSession):
+    num_rounds = 0
+    function: Callable[..., Any]
+
+    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Any:
+        self.num_rounds += 1
+        return self.function(input_ids, budget, self.num_rounds)
+
+
+def rows(*ids: int) -> torch.Tensor:
+    """Token ids `[1, n]`."""
+    return torch.tensor([ids], dtype=torch.long)
+
+
+class CountingProcessor(LogitsProcessor):
+    """Stateful: forbids another token at each call, by the number of calls so far."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        scores = scores.clone()
+        scores[:, (self.num_calls * 7) % scores.shape[-1]] = -torch.inf
+        return scores
+
+
+class ForcingProcessor(LogitsProcessor):
+    """Allows only the tokens of `text`, one after the other, then anything."""
+
+    def __init__(self, num_prompt: int, text: Sequence[int]) -> None:
+        self._num_prompt = num_prompt
+        self._text = text
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        index = input_ids.shape[1] - self._num_prompt
+        if index >= len(self._text):
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self._text[index]] = 0
+        return forced
+
+
+@dataclass
+class Pair:
+    """One call, unpatched and patched."""
+
+    plain: Any
+    fast: Any
+    plain_state: torch.Tensor
+    fast_state: torch.Tensor
+    stats: hfspec.Stats
+
+    def assert_same(self) -> "Pair":
+        """Same result in every part, and the same random numbers used."""
+        assert_same(self.plain, self.fast)
+        assert torch.equal(self.plain_state, self.fast_state), "the random state differs from vanilla's"
+        return self
+
+    def assert_drafted(self) -> "Pair":
+        """It was speculation that gave the result."""
+        last = self.stats.last
+        assert last.drafted_tokens > 0
+        assert last.fallback_reason is None, last.fallback_reason
+        return self
+
+    def assert_plain(self, *words: str) -> "Pair":
+        """It was plain decoding, for a reason that has these words."""
+        assert self.stats.last.drafted_tokens == 0
+        reason = self.stats.last.fallback_reason
+        assert reason is not None
+        assert all(word in reason for word in words), reason
+        return self
+
+
+def both(
+    model: Any,
+    draft: Any,
+    ids: torch.Tensor | None,
+    call: dict[str, Any] | Callable[[], dict[str, Any]],
+    *,
+    seed: int = 0,
+    **patch_options: Any,
+) -> Pair:
+    """Run a call on `model` unpatched, then patched.
+
+    Args:
+        call: `generate()`'s keywords, or a function that makes them anew (for objects with state).
+    """
+    make = call if callable(call) else lambda: call
+    prompt_ids = {} if ids is None else {"inputs": ids}
+    torch.manual_seed(seed)
+    plain = model.generate(**prompt_ids, **make())
+    plain_state = torch.get_rng_state()
+    with hfspec.patched(model, draft, **patch_options):
+        torch.manual_seed(seed)
+        fast = model.generate(**prompt_ids, **make())
+        fast_state = torch.get_rng_state()
+        stats = hfspec.stats(model)
+    return Pair(plain, fast, plain_state, fast_state, stats)
+
+
+def plain_text(model: Any, ids: torch.Tensor, seed: int = 0, **call: Any) -> torch.Tensor:
+    """Vanilla's output `[1, length]`."""
+    torch.manual_seed(seed)
+    return model.generate(ids, **call)
+
+
+def assert_same(plain: Any, fast: Any) -> None:
+    """Equal token ids; in a dict, equal shapes and (but for rounding) values of everything, the cache included."""
+    assert type(plain) is type(fast)
+    if isinstance(plain, torch.Tensor):
+        assert torch.equal(plain, fast), f"vanilla wrote {plain.tolist()}, hfspec {fast.tolist()}"
+        return
+    assert list(plain) == list(fast)
+    assert torch.equal(plain.sequences, fast.sequences)
+    for name in plain:
+        if name == compat.CACHE_KEY:
+            assert_same_cache(plain[name], fast[name])
+        elif name != "sequences":
+            assert_close(plain[name], fast[name], name)
+
+
+def assert_same_cache(plain: Any, fast: Any) -> None:
+    """Same type, same length, same content, layer by layer."""
+    assert type(plain) is type(fast)
+    assert plain.get_seq_length() == fast.get_seq_length()
+    assert [type(layer) for layer in plain.layers] == [type(layer) for layer in fast.layers]
+    for index, (one, other) in enumerate(zip(plain.layers, fast.layers, strict=True)):
+        assert_close((one.keys, one.values), (other.keys, other.values), f"cache layer {index}")
+
+
+def assert_close(plain: Any, fast: Any, where: str = "") -> None:
+    """Nested tuples of tensors: same nesting, shapes and types, values equal but for rounding."""
+    if plain is None or fast is None:
+        assert plain is fast, where
+    elif isinstance(plain, torch.Tensor):
+        assert plain.dtype == fast.dtype, where
+        # RMSNorm, rotary positions and eager softmax round through float32 even in a float64 model.
+        torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5, equal_nan=True, msg=_at(where))
+    else:
+        assert len(plain) == len(fast), where
+        for index, (one, other) in enumerate(zip(plain, fast, strict=True)):
+            assert_close(one, other, f"{where}[{index}]")
+
+
+def _at(where: str) -> Callable[[str], str]:
+    return lambda message: f"{where}: {message}"

@@ -1,0 +1,94 @@
+"""`verify` tells a near-tie from a bug, and calls no bug a near-tie."""
+
+import pytest
+import torch
+
+import hfspec
+from hfspec.compare import explain_difference
+from tests.models import build, noisy, plain_text, prompt, shared
+
+NEW = {"max_new_tokens": 20}
+
+
+@pytest.mark.parametrize("call", [{}, {"do_sample": True, "top_k": 30}], ids=["greedy", "sampled"])
+def test_equal_tokens_are_identical(call):
+    """A speculative call that is right is identical, and the random state is left as it was."""
+    state = torch.get_rng_state()
+    with hfspec.patched(shared(), noisy(), draft_budget=4):
+        verdict = hfspec.verify(shared(), prompt(), **NEW, **call)
+        assert verdict.identical
+        assert verdict.summary() == "same tokens"
+        assert hfspec.verify(shared(), {"input_ids": prompt()}, seed=3, **NEW, **call).identical
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("position", [0, 5, 19])
+@pytest.mark.parametrize("call", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_bug_is_not_called_a_near_tie(position, call, dtype):
+    """A token that the target would never have chosen there is reported as what it is, in any dtype."""
+    model = build(dtype=dtype)
+    plain = plain_text(model, prompt(), **NEW, **call)
+    broken = plain.clone()
+    with torch.no_grad():
+        unlikely = model(input_ids=plain[:, : 7 + position]).logits[0, -1].argmin()
+    broken[0, 7 + position] = unlikely
+    verdict = explain_difference(model, prompt(), plain, broken, **NEW, **call)
+    assert not verdict.identical
+    assert verdict.first_difference == position
+    assert verdict.near_tie is False
+    assert "NOT a near-tie" in verdict.summary()
+
+
+def test_a_text_that_stops_early_is_not_a_near_tie():
+    """No rounding makes a text end where the other goes on."""
+    plain = plain_text(shared(), prompt(), **NEW)
+    verdict = explain_difference(shared(), prompt(), plain, plain[:, :-3], **NEW)
+    assert (verdict.identical, verdict.first_difference, verdict.near_tie) == (False, 17, False)
+
+
+def near_tie_case():
+    """A bfloat16 model with two equally likely first tokens: two rows of its head are the same."""
+    model = build(dtype=torch.bfloat16, seed=2)
+    first = int(plain_text(model, prompt(), max_new_tokens=1)[0, -1])
+    other = (first + 1) % 97
+    with torch.no_grad():
+        model.lm_head.weight[other] = model.lm_head.weight[first]
+    return model, first, other
+
+
+def test_a_near_tie_is_called_one():
+    """Two tokens whose scores rounding cannot tell apart are a near-tie."""
+    model, first, other = near_tie_case()
+    plain = plain_text(model, prompt(), **NEW)
+    swapped = plain.clone()
+    assert int(plain[0, 7]) in (first, other)
+    swapped[0, 7] = other if int(plain[0, 7]) == first else first
+    verdict = explain_difference(model, prompt(), plain, swapped, **NEW)
+    assert verdict.first_difference == 0
+    assert verdict.margin == pytest.approx(0.0, abs=1e-6)
+    assert verdict.near_tie is True
+    assert "a near-tie" in verdict.summary()
+
+
+def test_what_cannot_be_reproduced_is_not_explained():
+    """Where plain decoding does not give the plain text again, no verdict is given."""
+    plain = plain_text(shared(), prompt(), seed=1, do_sample=True, **NEW)
+    other = plain_text(shared(), prompt(), seed=2, do_sample=True, **NEW)
+    verdict = explain_difference(shared(), prompt(), plain, other, seed=3, do_sample=True, **NEW)
+    assert verdict.near_tie is None
+    assert "not explained" in verdict.summary()
+
+
+def test_the_law_cannot_be_compared_by_tokens():
+    """`verify` refuses rejection, named in the call or in the patch, where sampled tokens may rightly differ."""
+    with hfspec.patched(shared(), noisy()), pytest.raises(hfspec.ConfigError, match="law"):
+        hfspec.verify(shared(), prompt(), acceptance="rejection", do_sample=True, **NEW)
+    with hfspec.patched(shared(), noisy(), acceptance="rejection"), pytest.raises(hfspec.ConfigError, match="law"):
+        hfspec.verify(shared(), prompt(), do_sample=True, **NEW)
+
+
+def test_a_plain_model_cannot_be_verified():
+    """There is nothing to compare without a patch."""
+    with pytest.raises(hfspec.PatchError):
+        hfspec.verify(build(), prompt(), **NEW)

@@ -1,0 +1,445 @@
+"""Calls that cannot be sped up run plain and say why; drafts that fail cost speed alone; user errors pass through."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, StaticCache, StoppingCriteria
+
+import hfspec
+from hfspec import Context, Draft, DraftSession, DraftSource, compat
+from tests.models import (
+    PAD,
+    VOCAB,
+    FunctionSource,
+    Scripted,
+    both,
+    build,
+    noisy,
+    plain_text,
+    prompt,
+    rows,
+    shared,
+)
+
+NEW = {"max_new_tokens": 16}
+REPEATED = torch.cat([prompt(5), prompt(5), prompt(5)], dim=-1)
+
+#: A call for every reason to run plain: keywords, and words of the reason.
+PLAIN_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 2}, "beam search"),
+    "sampled beams": ({"num_beams": 2, "do_sample": True}, "beam search"),
+    "several sequences": ({"num_return_sequences": 2, "do_sample": True}, "2 rows"),
+    "an assistant": ({"assistant_model": build(seed=1)}, "assisted generation"),
+    # Prompt lookup without an end-of-text token raises in vanilla 4.57.
+    "prompt lookup": (
+        {"prompt_lookup_num_tokens": 2, "eos_token_id": 2, "pad_token_id": PAD},
+        "assisted generation",
+    ),
+    "no cache": ({"use_cache": False}, "use_cache=False"),
+    "static cache": ({"cache_implementation": "static", "disable_compile": True}, "StaticCache"),
+    "speculate=False": ({"speculate": False}, "speculate=False"),
+    "a budget of 0": ({"draft_budget": 0}, "budget is 0"),
+}
+
+
+def plain_call(name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Vanilla's keywords, hfspec's, and the reason."""
+    call, reason = PLAIN_CALLS[name]
+    ours = {key: value for key, value in call.items() if key in ("speculate", "draft_budget")}
+    return NEW | {key: value for key, value in call.items() if key not in ours}, ours, reason
+
+
+@pytest.mark.parametrize("name", PLAIN_CALLS)
+def test_what_cannot_be_sped_up_runs_plain_with_the_reason(name):
+    """Each such call gives vanilla's result and random state, drafts nothing, and keeps the reason."""
+    call, ours, reason = plain_call(name)
+    model = build()
+    torch.manual_seed(0)
+    plain, state = model.generate(REPEATED, **call), torch.get_rng_state()
+    with hfspec.patched(model, noisy()):
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(REPEATED, **call, **ours), plain)
+        assert torch.equal(torch.get_rng_state(), state)
+        stats = hfspec.stats(model)
+    assert stats.drafted_tokens == 0
+    assert reason in stats.fallback_reason
+    assert stats.new_tokens == plain.shape[0] * (plain.shape[1] - REPEATED.shape[1])
+
+
+def test_a_batch_runs_plain_with_the_reason():
+    """Case 10, until batches are sped up: two rows give vanilla's rows."""
+    ids = torch.cat([prompt(6), prompt(6, seed=1)])
+    both(shared(), noisy(), ids, NEW).assert_same().assert_plain("batches", "2 rows")
+
+
+def test_embeddings_run_plain_with_the_reason():
+    """A prompt given as embeddings cannot be read by a draft."""
+    embeddings = shared().get_input_embeddings()(prompt(6)).detach()
+    both(shared(), noisy(), None, NEW | {"inputs_embeds": embeddings}).assert_same().assert_plain("embeddings")
+
+
+def test_a_static_cache_handed_in_runs_plain():
+    """A user's cache that cannot be rolled back is used as vanilla uses it."""
+
+    def call() -> dict[str, Any]:
+        cache = StaticCache(config=shared().config, max_cache_len=64)
+        return NEW | {compat.CACHE_KEY: cache, "disable_compile": True}
+
+    both(shared(), noisy(), prompt(), call).assert_same().assert_plain("StaticCache")
+
+
+@pytest.mark.parametrize(("arch", "words"), [("t5", "encoder-decoder"), ("mamba", "ache"), ("mistral", "ache")])
+def test_targets_that_cannot_be_sped_up_run_plain(arch, words):
+    """Case 21: encoder-decoder, recurrent and sliding-window targets give vanilla's tokens, with the reason."""
+    model = build(arch)
+    both(model, noisy(), prompt(12), NEW).assert_same().assert_plain(words)
+
+
+@pytest.mark.parametrize("arch", ["t5", "mamba", "mistral"])
+def test_drafts_that_cannot_draft_run_plain(arch):
+    """Case 21: drafts whose state cannot be rolled back are told from the config, before any call."""
+    call = NEW | {"do_sample": True}
+    pair = both(shared(), build(arch), prompt(12), call, draft_budget=3).assert_same()
+    pair.assert_plain("draft model cannot draft")
+
+
+def test_other_ways_to_decode_are_seen():
+    """A loop of the user's own (`custom_generate`) is not touched, and the reason says so."""
+
+    def own_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.cat([input_ids, rows(5)], dim=-1)
+
+    pair = both(shared(), noisy(), prompt(), NEW | {"custom_generate": own_loop})
+    pair.assert_same().assert_plain("custom_generate")
+
+
+def test_a_class_with_its_own_loop_is_left_alone():
+    """A model that overrides `_sample` decodes with its own."""
+
+    class Own(type(shared())):
+        def _sample(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.cat([input_ids, rows(7)], dim=-1)
+
+    model = build()
+    model.__class__ = Own
+    both(model, noisy(), prompt(), NEW).assert_same().assert_plain("loop of its own")
+
+
+def test_a_patched_model_as_somebodys_assistant():
+    """Hugging Face's assisted generation may use a patched model as its assistant."""
+    assistant, target = build(seed=1), build()
+    expected = plain_text(target, prompt(), assistant_model=assistant, **NEW)
+    with hfspec.patched(assistant, noisy()):
+        assert torch.equal(target.generate(prompt(), assistant_model=assistant, **NEW), expected)
+        assert "assistant" in hfspec.stats(assistant).fallback_reason
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes"])
+def test_the_environment_switches_it_off(monkeypatch, value):
+    """`HFSPEC_DISABLE` runs every call plain; empty and 0 do not."""
+    monkeypatch.setenv("HFSPEC_DISABLE", value)
+    both(shared(), noisy(), prompt(), NEW).assert_same().assert_plain("HFSPEC_DISABLE")
+    for off in ("0", ""):
+        monkeypatch.setenv("HFSPEC_DISABLE", off)
+        both(shared(), noisy(), prompt(), NEW, draft_budget=3).assert_same().assert_drafted()
+
+
+def test_the_warning_is_given_once(caplog):
+    """The same reason is logged once for a model, another reason once more, a wish never."""
+    model = build()
+    with hfspec.patched(model, noisy()), caplog.at_level(logging.WARNING, logger="hfspec"):
+        for _ in range(3):
+            model.generate(prompt(), num_beams=2, **NEW)
+            model.generate(prompt(), use_cache=False, **NEW)
+            model.generate(prompt(), speculate=False, **NEW)
+        assert hfspec.stats(model).total.fallback_reasons.total() == 9
+    assert sorted("beam" in record.message for record in caplog.records) == [False, True]
+
+
+@pytest.mark.parametrize("name", PLAIN_CALLS)
+def test_on_unsupported_raise(name):
+    """With `on_unsupported="raise"` such calls are an error that says why, unless plain is what was asked for."""
+    call, ours, reason = plain_call(name)
+    model = build()
+    with hfspec.patched(model, noisy(), on_unsupported="raise"):
+        if ours:
+            model.generate(REPEATED, **call, **ours)
+        else:
+            with pytest.raises(hfspec.UnsupportedCallError, match=reason):
+                model.generate(REPEATED, **call)
+        assert reason in hfspec.stats(model).fallback_reason
+
+
+@pytest.mark.parametrize("first", ["raise", "warn"])
+def test_on_unsupported_may_be_chosen_for_a_call(first):
+    """The call's own word wins over the patch's, for that call alone."""
+    second = {"raise": "warn", "warn": "raise"}[first]
+    with hfspec.patched(shared(), noisy(), on_unsupported=first):
+        for word, option in ((first, {}), (second, {"on_unsupported": second}), (first, {})):
+            if word == "warn":
+                shared().generate(prompt(), num_beams=2, **NEW, **option)
+            else:
+                with pytest.raises(hfspec.UnsupportedCallError, match="beam search"):
+                    shared().generate(prompt(), num_beams=2, **NEW, **option)
+
+
+# Drafts that fail
+
+
+def right(text: torch.Tensor) -> Any:
+    """A function that proposes what vanilla writes."""
+    written = text[0].tolist()
+
+    def propose(ids: torch.Tensor, num_tokens: int) -> Draft:
+        return Draft(rows(*written[ids.shape[1] : ids.shape[1] + num_tokens]))
+
+    return propose
+
+
+TEXT = plain_text(shared(), prompt(), **NEW)
+GOOD = right(TEXT)
+
+
+class BrokenError(Exception):
+    """What the sources below raise."""
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenError("by the draft"), MemoryError(), torch.OutOfMemoryError("no memory")], ids=repr
+)
+@pytest.mark.parametrize("failing_round", range(1, 7))
+def test_a_draft_that_raises(failing_round, error, caplog):
+    """An error of the draft in any round ends drafting, is logged once, and changes no token."""
+
+    def propose(ids: torch.Tensor, budget: Any, num_round: int) -> Draft:
+        if num_round >= failing_round:
+            raise error
+        return GOOD(ids, 2)
+
+    pair = both(shared(), FunctionSource(propose), prompt(), NEW, draft_budget=3).assert_same()
+    assert pair.stats.rounds == min(failing_round - 1, 5)
+    if failing_round < 6:
+        assert type(error).__name__ in pair.stats.fallback_reason
+        assert len(caplog.records) == 1
+
+
+RUBBISH: dict[str, Any] = {
+    "nothing": None,
+    "a list": [1, 2],
+    "a bare tensor": rows(4, 5),
+    "one dimension": Draft(torch.tensor([4, 5])),
+    "two rows": Draft(torch.tensor([[4], [5]])),
+    "a list of ids": Draft([[4, 5]]),
+    "floats": Draft(torch.tensor([[4.0]])),
+    "int32": Draft(torch.tensor([[4]], dtype=torch.int32)),
+    "too many": Draft(rows(*range(3, 20))),
+    "a negative id": Draft(rows(4, -1)),
+    "an id outside the vocabulary": Draft(rows(VOCAB)),
+    "ids without memory": Draft(torch.empty(1, 2, dtype=torch.long, device="meta")),
+    "probabilities of another shape": Draft(rows(4, 5), probs=torch.ones(1, VOCAB)),
+    "probabilities that are none": Draft(rows(4, 5), probs="high"),
+    "too few confidences": Draft(TEXT[:, 8:10], confidences=(0.5,)),
+    "confidences that are none": Draft(TEXT[:, 8:10], confidences=("high", "low")),
+    "infinite confidences": Draft(TEXT[:, 8:10], confidences=(float("inf"), float("nan"))),
+    "a bad count": Draft(rows(4), caught_up=None),
+}
+
+
+@pytest.mark.parametrize("policy", ["fixed", "measured"])
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_a_draft_that_returns_rubbish(kind, policy):
+    """Whatever a source returns, the call ends with vanilla's tokens."""
+    budget = hfspec.DraftBudget(min_tokens=2, max_tokens=4, policy=policy)
+    source = FunctionSource(lambda ids, budget, num_round: RUBBISH[kind])
+    both(shared(), source, prompt(), NEW, draft_budget=budget).assert_same()
+
+
+@pytest.mark.parametrize("probs", [0.0, -1.0, float("nan"), float("inf")])
+def test_probabilities_that_are_no_law(probs):
+    """Under rejection, rubbish probabilities may cost the law's accuracy, never an error or a foreign token."""
+    source = FunctionSource(lambda ids, budget, num_round: Draft(rows(4), probs=torch.full((1, VOCAB), probs)))
+    with hfspec.patched(shared(), source, acceptance="rejection", draft_budget=3):
+        out = shared().generate(prompt(), do_sample=True, **NEW)
+    assert out.shape == TEXT.shape
+
+
+class Hooks(DraftSource, DraftSession):
+    """A good source with one method that raises."""
+
+    def __init__(self, failing: str) -> None:
+        self._failing = failing
+
+    def _fail(self, name: str) -> None:
+        if name == self._failing:
+            raise BrokenError(name)
+
+    def start(self, context: Context) -> DraftSession:
+        self._fail("start")
+        return self
+
+    def propose(self, input_ids: torch.Tensor, budget: Any) -> Draft:
+        return GOOD(input_ids, 2)
+
+    def observe(self, outcome: Any) -> None:
+        self._fail("observe")
+
+    def stop(self) -> None:
+        self._fail("stop")
+
+
+@pytest.mark.parametrize("failing", ["start", "observe", "stop"])
+def test_errors_of_a_sources_other_methods(failing, caplog):
+    """`start`, `observe` and `stop` may fail too, with the same consequence."""
+    pair = both(shared(), Hooks(failing), prompt(), NEW, draft_budget=3).assert_same()
+    assert "BrokenError" in pair.stats.fallback_reason
+    assert len(caplog.records) == 1
+
+
+def test_a_failed_draft_is_tried_again_in_the_next_call():
+    """A failure ends drafting for its call alone."""
+    fails = [True, False]
+
+    def propose(ids: torch.Tensor, budget: Any, num_round: int) -> Draft:
+        if fails[0]:
+            raise BrokenError
+        return GOOD(ids, 2)
+
+    with hfspec.patched(shared(), FunctionSource(propose), draft_budget=3):
+        shared().generate(prompt(), **NEW)
+        assert hfspec.stats(shared()).rounds == 0
+        fails.pop(0)
+        shared().generate(prompt(), **NEW)
+        assert hfspec.stats(shared()).rounds > 0
+
+
+def test_an_interrupt_is_not_a_failed_draft():
+    """Ctrl-C during a draft ends the call, as it would anywhere."""
+
+    def propose(*args: Any) -> Draft:
+        raise KeyboardInterrupt
+
+    with hfspec.patched(shared(), FunctionSource(propose), draft_budget=3), pytest.raises(KeyboardInterrupt):
+        shared().generate(prompt(), **NEW)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_source_that_draws_random_numbers_leaves_vanillas_stream(do_sample):
+    """Same seed, same text, with any draft: what a source draws for itself does not move the caller's stream."""
+
+    def propose(ids: torch.Tensor, budget: Any, num_round: int) -> Draft:
+        return Draft(torch.randint(3, VOCAB, (1, budget.num_tokens)))
+
+    both(shared(), FunctionSource(propose), prompt(), NEW | {"do_sample": do_sample}, draft_budget=3).assert_same()
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_draft_in_training_mode_leaves_vanillas_stream(do_sample):
+    """A draft model left in training mode, with dropout, does not move the caller's stream either."""
+    draft = build("gpt2", seed=1).train()
+    both(shared(), draft, prompt(), NEW | {"do_sample": do_sample}, draft_budget=3).assert_same()
+
+
+def test_a_target_in_training_mode_gives_vanillas_tokens():
+    """A target that really drops units at random writes what vanilla writes under the same seed."""
+    model = build("gpt2").train()
+    torch.manual_seed(0)
+    assert not torch.equal(plain_text(model, prompt(), **NEW), plain_text(shared("gpt2"), prompt(), **NEW))
+    both(model, shared("gpt2"), prompt(), NEW, draft_budget=3).assert_same()
+
+
+def test_a_training_mode_without_dropout_is_still_sped_up():
+    """trl generates in training mode; a model without dropout is as exact there as anywhere."""
+    both(build().train(), noisy(), prompt(), NEW, draft_budget=3).assert_same().assert_drafted()
+
+
+def test_a_source_cannot_write_into_the_text():
+    """A source that writes into the ids it was shown changes nothing."""
+
+    def propose(ids: torch.Tensor, budget: Any, num_round: int) -> Draft:
+        ids.fill_(5)
+        return Draft(rows(5))
+
+    both(shared(), FunctionSource(propose), prompt(), NEW, draft_budget=3).assert_same()
+
+
+# Errors of the user's own objects
+
+
+class Raising(LogitsProcessor, StoppingCriteria):
+    """Processor, criterion or streamer that raises at its sixth call."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._num_calls = 0
+
+    def _count(self) -> None:
+        self._num_calls += 1
+        if self._num_calls == 6:
+            raise BrokenError(self._kind)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> Any:
+        self._count()
+        return scores if self._kind == "logits_processor" else torch.tensor([False])
+
+    def put(self, value: torch.Tensor) -> None:
+        self._count()
+
+    def end(self) -> None:
+        raise AssertionError("vanilla does not call end() after an error")
+
+
+@pytest.mark.parametrize("kind", ["logits_processor", "stopping_criteria", "streamer"])
+def test_a_users_error_passes_through_and_the_next_call_is_right(kind):
+    """What the user's objects raise reaches the user untouched; the draft is stopped; the model works on."""
+    model = build()
+    script = Scripted(TEXT, [9, 0])
+    raising = Raising(kind)
+    with hfspec.patched(model, script, draft_budget=4):
+        with pytest.raises(BrokenError, match=kind):
+            model.generate(prompt(), **NEW, **{kind: raising if kind == "streamer" else [raising]})
+        assert hfspec.stats(model).fallback_reason is None
+        assert torch.equal(model.generate(prompt(), **NEW), TEXT)
+    assert torch.equal(model.generate(prompt(), **NEW), TEXT)
+
+
+def test_an_error_of_the_target_passes_through():
+    """An error in the target's own forward is the user's to see."""
+    model, num_calls = build(), [0]
+
+    def fail(*args: Any) -> None:
+        num_calls[0] += 1
+        if num_calls[0] == 3:
+            raise BrokenError("in the target")
+
+    with hfspec.patched(model, noisy(), draft_budget=4):
+        hook = model.register_forward_pre_hook(fail)
+        with pytest.raises(BrokenError, match="in the target"):
+            model.generate(prompt(), **NEW)
+        hook.remove()
+        assert torch.equal(model.generate(prompt(), **NEW), TEXT)
+
+
+def test_the_loop_may_be_called_by_itself():
+    """`_sample`, called directly with the host's arguments, is a call of its own."""
+    model, seen = build(), []
+    base = type(model)
+
+    class Spied(base):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().generate(*args, **kwargs)
+
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append((args, kwargs))
+            return super()._sample(*args, **kwargs)
+
+    model.__class__ = Spied
+    model.generate(prompt(), **NEW)
+    model.__class__ = base
+    args, kwargs = seen[0]
+    kwargs[compat.CACHE_KEY].crop(-kwargs[compat.CACHE_KEY].get_seq_length())
+    ordered = [kwargs.pop(name) for name in ("logits_processor", "stopping_criteria", "generation_config")]
+    with hfspec.patched(model, noisy(), draft_budget=3), torch.no_grad():
+        assert torch.equal(model._sample(*args, *ordered, **kwargs), TEXT)
+        assert hfspec.stats(model).last.drafted_tokens > 0
