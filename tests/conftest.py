@@ -13,6 +13,8 @@ import torch
 import transformers
 from hypothesis import HealthCheck, settings
 
+from tests.models import save_stand_ins
+
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -27,3 +29,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def _stand_ins(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("stand_ins")
+    save_stand_ins(cache)
+    return cache
+
+
+@pytest.fixture
+def stand_ins(_stand_ins, monkeypatch):
+    """Tiny models wherever a packaged one is asked for by name."""
+    monkeypatch.setenv("HFSPEC_CACHE", str(_stand_ins))
+    return _stand_ins

@@ -6,8 +6,10 @@ no rounding changes it.
 
 import copy
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -31,7 +33,8 @@ from transformers import (
 )
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget, compat
+from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget, compat, weights
+from hfspec.packaged import PACKAGED_MODELS
 
 VOCAB = 97
 PAD, BOS = 0, 1
@@ -65,6 +68,10 @@ _ARCHITECTURES = {
     "mamba": (MambaForCausalLM, MambaConfig, _MAMBA_SIZES),
     "t5": (T5ForConditionalGeneration, T5Config, _T5_SIZES | {"decoder_start_token_id": PAD}),
 }
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}: {{ message['content'] }} | {% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
 #: Those whose cache can be rolled back.
 SUPPORTED = ("llama", "qwen2", "gpt2")
 
@@ -101,6 +108,41 @@ def noisy(arch: str = "llama", seed: int = 0, attn: str = "eager", scale: float 
 def prompt(length: int = 7, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     """Random ids `[1, length]` without special tokens."""
     return torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def deep_and_shallow(num_layers: int = 12):
+    """A float32 target and a draft that agree on every token: the target's further layers only take time."""
+    draft = build("qwen2", dtype=torch.float32, num_hidden_layers=1, max_position_embeddings=4096)
+    target = build("qwen2", dtype=torch.float32, num_hidden_layers=num_layers, max_position_embeddings=4096)
+    with torch.no_grad():
+        target.load_state_dict(draft.state_dict(), strict=False)
+        for layer in target.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return target, draft
+
+
+def save_stand_ins(cache: Path) -> None:
+    """Fill a model cache (`HFSPEC_CACHE`) with tiny models under the names of the packaged ones.
+
+    They write printable characters, chat, and never end a text; the one that has another tokenizer has one here, too.
+    """
+    target, draft = deep_and_shallow()
+    stand_ins = {
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct": (target, char_tokenizer()),
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct": (draft, char_tokenizer()),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": (build("llama", vocab_size=258, dtype=torch.float32), byte_tokenizer()),
+    }
+    for name, (model, tokenizer) in stand_ins.items():
+        packaged = PACKAGED_MODELS[name]
+        folder = cache / "models" / packaged.folder_name
+        model.generation_config.suppress_tokens = [PAD, BOS]
+        model.save_pretrained(folder)
+        chatting = copy.deepcopy(tokenizer)
+        chatting.chat_template = _CHAT_TEMPLATE
+        chatting.save_pretrained(folder)
+        provenance = {"hub_id": name, "recipe": weights.RECIPE, "sha256": packaged.sha256}
+        (folder / "hfspec.json").write_text(json.dumps(provenance))
 
 
 @functools.cache
