@@ -89,6 +89,7 @@ class Controller:
         self._budget = budget
         self._experience = experience
         self._reads_confidence = reads_confidence
+        self._asked_confidence = False
         self._ratio_tokens = min(max(_RATIO_START, budget.min_tokens), budget.max_tokens)
 
     def next_round(self, num_remaining: int | None) -> RoundBudget:
@@ -109,14 +110,16 @@ class Controller:
 
     def _measured(self, least: int, most: int) -> RoundBudget:
         experience = self._experience
+        self._asked_confidence = False
         if most == 0 or (least == 0 and self._wants_plain()):
             return RoundBudget(0)
         on_trial = experience.rounds_on < _TRIAL_ROUNDS
         if on_trial:  # feel the way: each trial round may draft one token more
             most = min(most, max(least, experience.rounds_on + 1))
         prospects = _Prospects(experience, most)
-        if self._reads_confidence and least == 0:
+        if self._reads_confidence and experience.gives_confidence and least == 0:
             if on_trial or prospects.are_good(0, path=1.0):
+                self._asked_confidence = True
                 return _WorthwhileBudget(most, prospects, experience)
         elif length := max(least, most if on_trial else prospects.best_length()):
             return RoundBudget(length)
@@ -150,6 +153,8 @@ class Controller:
             return
         experience.rounds_since_plain += 1
         experience.rounds_on += 1
+        if self._asked_confidence:
+            experience.gives_confidence = bool(draft.confidences)
         if draft.caught_up == 0:
             costs.draft_token.add(draft_seconds / draft.num_tokens)
         elif costs.draft_token.count == 0:

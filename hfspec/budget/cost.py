@@ -127,6 +127,7 @@ class Experience:
     """All that is learned about one pair, and how long speculation stays off for it.
 
     Attributes:
+        gives_confidence: whether the source says how sure it is of its tokens; taken to until it does not.
         tokens: committed per round with a draft.
         seconds: what those rounds cost, by `costs` (not by the clock, see `Seconds`).
         rounds_on: rounds with a draft since speculation was switched on.
@@ -137,6 +138,7 @@ class Experience:
 
     costs: Costs = field(default_factory=Costs)
     acceptance: Acceptance = field(default_factory=Acceptance)
+    gives_confidence: bool = True
     tokens: Average = field(default_factory=lambda: Average(weight=0.06))
     seconds: Average = field(default_factory=lambda: Average(weight=0.06))
     rounds_on: int = 0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,9 +25,8 @@ from hfspec.bench.measure import Report, measure
 from hfspec.bench.methods import build, parse_names
 from hfspec.bench.models import Sampling, load_pair
 from hfspec.bench.prompts import Prompt, built_in, encode, read, spread
+from hfspec.cli.dtypes import Dtype
 from hfspec.config import DraftBudget
-
-DTypeName = Literal["bfloat16", "float16", "float32"]
 
 _ALL_METHODS = "plain,hf-assisted,hf-assisted-constant,hf-assisted-heuristic,hf-prompt-lookup,hfspec"
 
@@ -62,7 +61,7 @@ def bench(
     max_new_tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens an answer, at most.  \\[default: 128]")
     ] = None,
-    dtype: Annotated[DTypeName, typer.Option(help="Of both models.")] = "bfloat16",
+    dtype: Annotated[Dtype, typer.Option(help="Of both models. auto: bfloat16 if the hardware has it.")] = Dtype.AUTO,
     draft_int8: Annotated[
         bool, typer.Option("--draft-int8", help="Quantise the draft's linear layers (CPU), for every method.")
     ] = False,
@@ -101,12 +100,13 @@ def bench(
     chosen = spread(read(prompts) if prompts else built_in(), limit or size.limit)
     max_new_tokens = max_new_tokens or size.max_new_tokens
     sampling = Sampling(temperature if sample else None, seed)
+    torch_dtype = dtype.resolve("cuda" if torch.cuda.is_available() else "cpu")
     conditions = machine.describe() | {
         "command": _command(ctx),
         "target": target,
         "draft": draft,
         "draft_kind": _draft_kind(draft_int8, draft_random),
-        "dtype": dtype,
+        "dtype": str(torch_dtype).removeprefix("torch."),
         "choice": f"sampling at {temperature:g}, seed {seed}" if sample else "greedy",
         "budget": budget,
         "prompts": prompts.name if prompts else "built-in",
@@ -115,7 +115,7 @@ def bench(
         "repeats": repeats,
     }
 
-    pair = load_pair(target, draft, getattr(torch, dtype), is_draft_int8=draft_int8, is_draft_random=draft_random)
+    pair = load_pair(target, draft, torch_dtype, is_draft_int8=draft_int8, is_draft_random=draft_random)
     inputs = [(prompt, encode(pair.tokenizer, prompt, pair.device)) for prompt in chosen]
     with pair.choosing_by(sampling), _quiet_host(), _progress(len(inputs) * len(names) * repeats) as note:
         results = measure(build(names, pair, draft_budget), inputs, sampling, max_new_tokens, repeats, note)

@@ -5,7 +5,6 @@ machine hits all three. Knows nothing of how hfspec works.
 """
 
 import copy
-import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 import hfspec
-from hfspec.cli.env import cpu_features
+from hfspec.cli.dtypes import Dtype
 from hfspec.cli.output import AsJson, print_json
 from hfspec.compare import Verdict, explain_difference
 from hfspec.metrics import Metrics
@@ -36,21 +35,6 @@ PROMPTS = (
 
 PLAIN, ASSISTED, HFSPEC = "plain generate()", "HF assisted generation", "hfspec"
 _WARM_UP_TOKENS = 8
-_BF16_CPU_FEATURES = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
-
-
-class Dtype(str, enum.Enum):
-    """What `--dtype` takes."""
-
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-    def resolve(self, device: str) -> torch.dtype:
-        """The dtype itself; automatic is bf16 where the hardware computes in it, else float32."""
-        has_bf16 = device == "cuda" or not _BF16_CPU_FEATURES.isdisjoint(cpu_features())
-        is_bf16 = has_bf16 if self is Dtype.AUTO else self is Dtype.BFLOAT16
-        return torch.bfloat16 if is_bf16 else torch.float32
 
 
 @dataclass

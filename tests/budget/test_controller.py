@@ -20,7 +20,8 @@ class Machine:
         draft, verify, wider: seconds of one draft token, of a plain forward, and of one more token in it.
     """
 
-    def __init__(self, acceptance=0.8, draft=0.1, verify=1.0, wider=0.01, seed=0):
+    def __init__(self, acceptance=0.8, draft=0.1, verify=1.0, wider=0.01, seed=0, says_confidence=True):
+        self.says_confidence = says_confidence
         self.acceptance, self.draft, self.verify, self.wider = acceptance, draft, verify, wider
         self.random = random.Random(seed)
         self.experience = Experience()
@@ -38,7 +39,7 @@ class Machine:
             confidences, num_drafted = [], 0
             while num_drafted < round_budget.num_tokens:
                 num_drafted += 1
-                if round_budget.reads_confidence:
+                if round_budget.reads_confidence and self.says_confidence:
                     confidences.append(self.random.uniform(0.5, 1) * self.acceptance)
                     if not round_budget.allows_another(confidences[-1]):
                         break
@@ -208,3 +209,11 @@ class TestRatio:
     def test_it_starts_within_its_bounds(self):
         assert self.lengths([0.6], max_tokens=3) == [3]
         assert self.lengths([0.6], min_tokens=9) == [9]
+
+
+def test_a_source_that_says_no_confidence_gets_a_planned_length():
+    """Where wide forwards are dear, a source that would fill any budget is asked for what pays, no more."""
+    machine = Machine(acceptance=0.6, draft=0.01, wider=0.5, says_confidence=False)
+    machine.call(400, reads_confidence=True)
+    machine.lengths.clear()
+    assert max(machine.call(200, reads_confidence=True)) <= 3
