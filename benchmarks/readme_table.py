@@ -9,6 +9,7 @@ Rows are categories and, last, all prompts; cells are speed-ups over plain `gene
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ def tables(paths: Sequence[Path], folder: Path) -> str:
     """The tables of several result files, in order; their names are given relative to `folder`."""
     parts = []
     for path in paths:
-        source = path.resolve().relative_to(folder.resolve()).as_posix()
+        source = Path(os.path.relpath(path, folder)).as_posix()
         parts.append(table(json.loads(path.read_text(encoding="utf-8")), source))
     return "\n\n".join(parts)
 

@@ -5,6 +5,7 @@ python examples/chat_loop.py --interactive      # yours; an empty line ends it
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import typer
@@ -28,7 +29,8 @@ def main(
     hfspec.patch(model, draft=small_model)
 
     chat: list[dict[str, str]] = []
-    ids, text, cache = torch.empty(1, 0, dtype=torch.long, device=model.device), "", {}
+    ids, text = torch.empty(1, 0, dtype=torch.long, device=model.device), ""
+    cache: dict[str, Any] = {}
     for question in _typed() if interactive else TURNS:
         chat.append({"role": "user", "content": question})
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

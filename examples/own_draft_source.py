@@ -1,6 +1,6 @@
-"""A draft source of your own, without a draft model: what followed these two tokens when they last stood here.
+"""A draft source of your own, with no draft model: copy what followed these two tokens when they stood here last.
 
-A wrong draft costs a little time and never a token, so a source may guess as it likes.
+The whole protocol is below: a source starts a session for a call, which proposes and observes, round by round.
 
     python examples/own_draft_source.py
 """
@@ -12,11 +12,11 @@ import hfspec
 from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
 from hfspec.weights import load
 
-PROMPT = "Repeat this code with `total` renamed to `amount`:\n\ntotal = 0\nfor x in xs:\n    total += x\nprint(total)"
+CHAT = [{"role": "user", "content": "Rename x to n:\n\ntotal = 0\nfor x in xs:\n    total += x\nprint(total)"}]
 
 
 class Copy(DraftSource):
-    """Serves all calls, so it keeps nothing about any of them."""
+    """Guesses: a wrong draft costs a little time and never a token. It serves all calls and remembers none."""
 
     def start(self, context: Context) -> DraftSession:
         """One session for each `generate()` call."""
@@ -45,16 +45,14 @@ class CopySession(DraftSession):
         self.trust = (1 + outcome.num_accepted) / (2 + outcome.num_judged)
 
 
-def main(target: str = "Qwen/Qwen2.5-Coder-1.5B-Instruct", dtype: str = "bfloat16") -> tuple[str, hfspec.Stats]:
-    """Generate with that source; returns the text and the counts."""
+def main(target: str = "Qwen/Qwen2.5-Coder-1.5B-Instruct", dtype: str = "bfloat16") -> tuple[list[int], hfspec.Stats]:
+    """Generate with that source; returns all its ids and the counts."""
     model, tokenizer = load(target, getattr(torch, dtype), device_map="auto")
     hfspec.patch(model, draft=Copy())
-    chat = [{"role": "user", "content": PROMPT}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = model.generate(**inputs.to(model.device), max_new_tokens=64, do_sample=False)
-    text = tokenizer.decode(ids[0], skip_special_tokens=True)
-    print(text, hfspec.stats(model), sep="\n\n")
-    return text, hfspec.stats(model)
+    print(tokenizer.decode(ids[0], skip_special_tokens=True), hfspec.stats(model), sep="\n\n")
+    return ids[0].tolist(), hfspec.stats(model)
 
 
 if __name__ == "__main__":

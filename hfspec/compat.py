@@ -79,20 +79,17 @@ def advance(
     """
     host: Any = model
     model_kwargs = dict(model_kwargs)
-    if _ADVANCES_BY_MANY:
-        # The host would append the last `num_new_tokens` types; token by token it repeats the last.
-        token_types = model_kwargs.pop("token_type_ids", None)
+    # Token types grow otherwise by many than one by one, which is how vanilla decodes.
+    has_types = any("token_type" in name and value is not None for name, value in model_kwargs.items())
+    if _ADVANCES_BY_MANY and not has_types:
         advanced: dict[str, Any] = host._update_model_kwargs_for_generation(
             outputs, model_kwargs, num_new_tokens=num_new_tokens
         )
-        if token_types is not None:
-            new_types = token_types[:, -1:].expand(-1, num_new_tokens)
-            advanced["token_type_ids"] = torch.cat([token_types, new_types], dim=-1)
         return advanced
     for _ in range(num_new_tokens):
         model_kwargs = host._update_model_kwargs_for_generation(outputs, model_kwargs)
-        # Explicit position ids are never advanced here: vanilla feeds the prompt's last one for ever.
-        if model_kwargs.get("position_ids") is not None:
+        # Explicit position ids are never advanced by 4.57: vanilla feeds the prompt's last one for ever.
+        if not _ADVANCES_BY_MANY and model_kwargs.get("position_ids") is not None:
             position_ids = model_kwargs["position_ids"]
             model_kwargs["position_ids"] = torch.cat([position_ids, position_ids[..., -1:]], dim=-1)
     return model_kwargs
@@ -141,7 +138,31 @@ def takes_cache(config: Any) -> bool:
 
 def forget_prepared_cache(model: PreTrainedModel) -> None:
     """Drop the static cache that 4.57 keeps on the model, where a call was refused before it could be filled."""
-    vars(model).pop("_cache", None)
+    cache = vars(model).get("_cache")
+    if cache is not None and not any(layer.is_initialized for layer in getattr(cache, "layers", ())):
+        del vars(model)["_cache"]
+
+
+def max_exact_length(config: Any) -> int | None:
+    """The length up to which a forward over many tokens computes what forwards over one each do; `None`: any.
+
+    Dynamic and long RoPE choose the frequencies of a whole forward by the furthest position in it.
+    """
+    config = config.get_text_config(decoder=True)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [scaling, *(each for each in scaling.values() if isinstance(each, dict))]
+    if not any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds):
+        return None
+    limits = [getattr(config, name, None) for name in ("original_max_position_embeddings", "max_position_embeddings")]
+    limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+    exact: int = min(limit for limit in limits if limit)
+    return exact
+
+
+def max_positions(config: Any) -> int | None:
+    """How many positions a model of this config has, if it says so; some have tables that end there."""
+    limit: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit
 
 
 def empty_cache_for(config: Any) -> Cache:

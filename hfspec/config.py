@@ -17,7 +17,7 @@ OnUnsupported = Literal["warn", "raise"]
 #: Keywords that hfspec takes out of a `generate()` call before Hugging Face sees it.
 CALL_OPTIONS = ("draft", "draft_budget", "acceptance", "speculate", "on_unsupported")
 
-#: Above this many draft tokens a round rarely pays on any hardware (ALGORITHMS C3: a > 0.95 and c < 0.02).
+#: Above this many draft tokens a round rarely pays on any hardware.
 DEFAULT_MAX_TOKENS = 16
 
 

@@ -6,6 +6,7 @@ streamer and cache, and would run its own decoding loop.
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from hfspec.accept.walk import Transcript
 from hfspec.budget.controller import Controller
 from hfspec.budget.cost import Experience
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.support import cache_problem
+from hfspec.cache.support import cache_problem, model_problem
 from hfspec.config import Options
 from hfspec.draft.base import Context, DraftSource
 from hfspec.draft.guard import GuardedSession
@@ -59,7 +60,15 @@ class PatchState:
     last: Metrics = field(default_factory=Metrics)
     total: Metrics = field(default_factory=Metrics)
     warned: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _experience: dict[int, tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
+
+    def warn_once(self, reason: str, message: str) -> None:
+        """Log `message` about `reason`, unless it was said of this model before."""
+        if reason not in self.warned:
+            self.warned.add(reason)
+            hint = "(Said once; hfspec.stats(model).fallback_reason keeps the reason.)"
+            logger.warning(f"hfspec: {message} {hint}", reason)
 
     def experience_with(self, drafter: object) -> Experience:
         """What is known about the pair with this draft model or source (which need not be hashable)."""
@@ -70,8 +79,9 @@ class PatchState:
 
     def finish(self, metrics: Metrics) -> None:
         """Take the counts of a call that is over."""
-        self.last = metrics
-        self.total.add(metrics)
+        with self._lock:
+            self.last = metrics
+            self.total.add(metrics)
 
 
 @dataclass
@@ -94,25 +104,19 @@ class Call:
     was_decoded: bool = False
     metrics: Metrics = field(default_factory=lambda: Metrics(calls=1))
 
-    def note_plain(self, reason: str) -> None:
+    def note_plain(self, reason: str, may_raise: bool = True) -> None:
         """This call runs plain: count the reason, say it once per model, or raise if told to."""
         wanted = _wanted_plain(self.options)
         self.metrics.fallback_reasons[wanted or reason] += 1
         if wanted is not None:
             return
-        if self.options.on_unsupported == "raise":
+        if may_raise and self.options.on_unsupported == "raise":
             compat.forget_prepared_cache(self.model)
             raise UnsupportedCallError(
                 f"hfspec cannot speed up this call: {reason}. Pass on_unsupported='warn' to run it plain, "
                 "or speculate=False to say that this is wanted."
             )
-        if reason not in self.state.warned:
-            self.state.warned.add(reason)
-            logger.warning(
-                "hfspec: this call runs as plain generate(): %s. (Said once; hfspec.stats(model).fallback_reason "
-                "keeps the reason.)",
-                reason,
-            )
+        self.state.warn_once(reason, "this call runs as plain generate(): %s.")
 
 
 def sample(
@@ -150,11 +154,13 @@ def sample(
     call.was_decoded = True
     noise = SeededNoise()
     rule = _rule(call.options, generation_config, noise)
-    cache = model_kwargs[compat.CACHE_KEY] if call.has_own_cache else SpeculativeCache()
+    cache = model_kwargs[compat.CACHE_KEY]
+    if not call.has_own_cache and cache.get_seq_length() == 0:
+        cache = SpeculativeCache()  # the host has just made that one, for nobody else
     target = Target(call.model, generation_config, cache, model_kwargs)
     transcript = Transcript(input_ids, rule, logits_processor, stopping_criteria, streamer, Record(generation_config))
     context = Context(
-        vocab_size=call.model.config.get_text_config(decoder=True).vocab_size,
+        vocab_size=_vocab_size(call.model),
         device=input_ids.device,
         selection=rule.name,
         processors=logits_processor,
@@ -164,11 +170,11 @@ def sample(
     drafter = GuardedSession(call.drafting.source, context, on_failure=_failure_counter(call))
     controller = Controller(call.options.budget, call.experience, reads_confidence=input_ids.device.type == "cpu")
     try:
-        loop.generate(target, drafter, transcript, controller, call.metrics, stopping_criteria.max_length)
+        loop.generate(target, drafter, transcript, controller, call.metrics, _max_length(call.model, stopping_criteria))
     finally:
         drafter.stop()
         target.level_cache(transcript.num_new)
-    call.metrics.speculative_calls += call.metrics.rounds > 0
+        call.metrics.speculative_calls += call.metrics.rounds > 0
     if streamer is not None:
         streamer.end()
     cache = target.cache_for_user() if generation_config.return_dict_in_generate else None
@@ -186,12 +192,15 @@ def run_plain(
     call.was_decoded = True
     call.note_plain(reason)
     started = time.perf_counter()
-    result = vanilla(input_ids, *args, **kwargs)
-    seconds = time.perf_counter() - started
-    call.metrics.plain_seconds += seconds
-    call.metrics.total_seconds += seconds
-    sequences = result if isinstance(result, torch.Tensor) else result.sequences
-    call.metrics.new_tokens += sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
+    try:
+        result = vanilla(input_ids, *args, **kwargs)
+    finally:
+        seconds = time.perf_counter() - started
+        call.metrics.plain_seconds += seconds
+        call.metrics.total_seconds += seconds
+    sequences = getattr(result, "sequences", result)
+    if isinstance(sequences, torch.Tensor):
+        call.metrics.new_tokens += sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
     return result
 
 
@@ -217,10 +226,9 @@ def _problem(
     wanted = _wanted_plain(call.options)
     if wanted is not None:
         return wanted
-    if call.drafting.problem is not None:
-        return call.drafting.problem
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models are not sped up yet"
+    problem = call.drafting.problem or model_problem(model.config)
+    if problem is not None:
+        return problem
     if getattr(generation_config, "is_assistant", False):
         return "the model is at work as another model's assistant"
     if not call.has_host_loop:
@@ -228,12 +236,16 @@ def _problem(
     if input_ids.shape[0] != 1:
         return f"batches are not sped up yet (this one has {input_ids.shape[0]} rows)"
     if model.training and _drops_units(model):
-        return "the model is in training mode and drops units at random: no two forwards agree"
+        return "the model is in training mode with random dropout or noise: no two forwards agree"
+    exact = compat.max_exact_length(model.config)
+    last = generation_config.max_length
+    if exact is not None and (last is None or last > exact):
+        return f"its position encoding changes beyond {exact} tokens, and this call may get there"
     if synced_gpus:
         return "several processes must make the same forwards (synced_gpus)"
     if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
         return "the prompt came as embeddings, which a draft model cannot read"
-    media = [name for name in _MEDIA_INPUTS if model_kwargs.get(name) is not None]
+    media = [name for name in _MEDIA_INPUTS if _is_given(model_kwargs.get(name))]
     if media:
         return f"inputs other than text are not sped up yet ({', '.join(media)})"
     if not model_kwargs.get("use_cache"):
@@ -241,15 +253,34 @@ def _problem(
     return cache_problem(model_kwargs.get(compat.CACHE_KEY))
 
 
+def _is_given(value: Any) -> bool:
+    """Whether an input is there; 5.24 passes dicts that may hold nothing."""
+    return any(_is_given(each) for each in value.values()) if isinstance(value, dict) else value is not None
+
+
 def _drops_units(model: PreTrainedModel) -> bool:
-    """Whether some module that is in training mode has a dropout above 0, as a layer or as a number it keeps."""
+    """Whether some module in training mode has a dropout, jitter or noise above 0, as a layer or a number it keeps."""
     return any(
         value > 0
         for module in model.modules()
         if module.training
         for name, value in vars(module).items()
-        if isinstance(value, float) and (isinstance(module, torch.nn.Dropout) or "drop" in name)
+        if isinstance(value, float)
+        and (isinstance(module, torch.nn.Dropout) or any(word in name for word in ("drop", "jitter", "noise")))
     )
+
+
+def _max_length(model: PreTrainedModel, criteria: StoppingCriteriaList) -> int | None:
+    """The length no draft may reach beyond: where the text ends, or the target's positions do."""
+    positions = compat.max_positions(model.config)
+    limits = [criteria.max_length, None if positions is None else positions + 1]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    """The width of the logits."""
+    width = getattr(model.get_output_embeddings(), "out_features", None)
+    return width if isinstance(width, int) else int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def _rule(options: Options, generation_config: GenerationConfig, noise: SeededNoise) -> Rule:
@@ -269,5 +300,6 @@ def _padding_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
 def _failure_counter(call: Call) -> Callable[[str], None]:
     def count(reason: str) -> None:
         call.metrics.fallback_reasons[reason] += 1
+        call.state.warn_once(reason, "%s. The call goes on without drafts; its output is not affected.")
 
     return count

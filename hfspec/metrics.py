@@ -222,7 +222,7 @@ def _rows(metrics: Metrics) -> list[tuple[str, str]]:
     def share(seconds: float) -> str:
         return _format(_ratio(100 * seconds, metrics.total_seconds), "{:.0f} %")
 
-    depths = list(metrics.acceptance_by_depth.items())[:8]
+    depths = list(metrics.acceptance_by_depth.items())[:5]
     return [
         ("calls (with a draft)", f"{metrics.calls} ({metrics.speculative_calls})"),
         ("new tokens", f"{metrics.new_tokens}"),

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -55,8 +56,11 @@ class _Patch:
     drafting: decode.Drafting
     options: Options
     state: decode.PatchState = field(default_factory=decode.PatchState)
+    other_drafts: list[tuple[DraftLike, decode.Drafting]] = field(default_factory=list)
 
 
+#: Drafts named in calls that are kept for the next call that names them.
+_MAX_OTHER_DRAFTS = 4
 #: Where the patch is found: on the class that the patched instance got for itself.
 _PATCH_ATTRIBUTE = "_hfspec_patch"
 
@@ -110,9 +114,14 @@ def patch(
 
 
 def unpatch(model: Model) -> Model:
-    """Take hfspec off; the model is as before `patch`. A model that is not patched stays as it is."""
+    """Take hfspec off; the model is as before `patch`. A model that is not patched stays as it is.
+
+    Raises:
+        PatchError: something has put a class of its own on top, which must come off first.
+    """
     if is_patched(model):
-        model.__class__ = _base_class(type(model))
+        _check_outermost(model)
+        model.__class__ = _base_class(model)
     return model
 
 
@@ -135,7 +144,7 @@ def patched(model: Model, draft: DraftLike | None = None, **options: Any) -> Ite
 
 def is_patched(model: object) -> bool:
     """Whether hfspec is on this very model."""
-    return _PATCH_ATTRIBUTE in vars(type(model))
+    return hasattr(type(model), _PATCH_ATTRIBUTE)
 
 
 def options_of(model: PreTrainedModel) -> Options:
@@ -165,8 +174,19 @@ def _patch_of(model: object) -> _Patch:
 
 
 def _put_on(model: PreTrainedModel, new: _Patch) -> None:
-    base = _base_class(type(model)) if is_patched(model) else type(model)
+    base: Any = type(model)
+    if is_patched(model):
+        _check_outermost(model)
+        base = _base_class(model)
     model.__class__ = _patched_class(base, new)
+
+
+def _check_outermost(model: PreTrainedModel) -> None:
+    if _PATCH_ATTRIBUTE not in vars(type(model)):
+        raise PatchError(
+            f"{type(model).__module__}.{type(model).__qualname__} was put on top of the patched model; "
+            "undo that first, or patch after it."
+        )
 
 
 def _check_target(model: object) -> None:
@@ -233,8 +253,10 @@ def _find_tokenizer(model: PreTrainedModel) -> Any:
         return None
 
 
-def _base_class(patched_class: type) -> Any:
-    return patched_class.__mro__[1]
+def _base_class(model: PreTrainedModel) -> Any:
+    """The class the model had when it was patched; others may have been put on top since."""
+    layers = type(model).__mro__
+    return next(base for patched, base in pairwise(layers) if _PATCH_ATTRIBUTE in vars(patched))
 
 
 def _patched_class(base: Any, new: _Patch) -> Any:
@@ -254,9 +276,12 @@ def _patched_class(base: Any, new: _Patch) -> Any:
     @functools.wraps(base.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _counted(_new_call(self, kwargs)) as call:
+            elsewhere = "custom_generate and paged batching are decoded in a way that hfspec does not see"
+            if kwargs.get("custom_generate") is not None and call.options.on_unsupported == "raise":
+                call.note_plain(elsewhere)
             result = base.generate(self, *args, **kwargs)
             if not call.was_decoded:
-                call.note_plain("it was decoded in a way that hfspec does not see (custom_generate, paged batching)")
+                call.note_plain(elsewhere, may_raise=False)
             return result
 
     @functools.wraps(base._sample)
@@ -299,12 +324,22 @@ def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
     if "draft_budget" in given:
         given["budget"] = DraftBudget.parse(given.pop("draft_budget"))
     options = dataclasses.replace(mine.options, **given)
-    drafting = mine.drafting if draft is None else _drafting(model, draft, options)
+    drafting = mine.drafting if draft is None else _remembered(mine, model, draft, options)
     key = drafting.source.model if isinstance(drafting.source, ModelDraft) else drafting.source
     experience = mine.state.experience_with(key)
     has_own_cache = any(kwargs.get(name) is not None for name in compat.CACHE_KEYS)
-    has_host_loop = _base_class(type(model))._sample is GenerationMixin._sample
+    has_host_loop = _base_class(model)._sample is GenerationMixin._sample
     return decode.Call(model, options, drafting, experience, mine.state, has_host_loop, has_own_cache)
+
+
+def _remembered(mine: _Patch, model: PreTrainedModel, draft: DraftLike, options: Options) -> decode.Drafting:
+    """The `Drafting` for one call's `draft=`: loaded and checked the first time it is named."""
+    for known, drafting in mine.other_drafts:
+        if known is draft or (isinstance(draft, str) and known == draft):
+            return drafting
+    drafting = _drafting(model, draft, options)
+    mine.other_drafts = [*mine.other_drafts[1 - _MAX_OTHER_DRAFTS :], (draft, drafting)]
+    return drafting
 
 
 @functools.cache

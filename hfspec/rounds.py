@@ -74,7 +74,8 @@ class Verified:
         """Per layer `[1, 1, hidden]`, as from a forward over that token alone."""
         if self.is_prompt:
             return self.outputs.hidden_states
-        return tuple(layer[:, index : index + 1] for layer in self.outputs.hidden_states)
+        # Copies, as a slice would keep the states of the whole draft alive.
+        return tuple(_copy(layer[:, index : index + 1]) for layer in self.outputs.hidden_states)
 
     def attentions_at(self, index: int) -> Any:
         """Per layer `[1, heads, 1, length]`, without the columns of later draft tokens, whose weight is 0."""
@@ -82,9 +83,13 @@ class Verified:
             return self.outputs.attentions
         num_later = self.logits.shape[1] - 1 - index
         return tuple(
-            layer if layer is None else layer[:, :, index : index + 1, : layer.shape[-1] - num_later]
+            layer if layer is None else _copy(layer[:, :, index : index + 1, : layer.shape[-1] - num_later])
             for layer in self.outputs.attentions
         )
+
+
+def _copy(states: torch.Tensor) -> torch.Tensor:
+    return states.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)

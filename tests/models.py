@@ -152,9 +152,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", clean_up_tokenization_spaces=False
-    )
+    return _wrapped(inner)
 
 
 @functools.cache
@@ -165,8 +163,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    return _wrapped(inner)
+
+
+def _wrapped(inner: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", clean_up_tokenization_spaces=False
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<s>",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # 4.57 would add token types, which no model here takes
     )
 
 

@@ -87,7 +87,7 @@ def test_chat_loop_with_typed_questions(monkeypatch):
 
 
 def test_own_draft_source(monkeypatch):
-    answer, stats = run("own_draft_source")
+    ids, stats = run("own_draft_source")
     assert stats.drafted_tokens > 0
     assert stats.fallback_reason is None
-    assert run_plain("own_draft_source", monkeypatch)[0] == answer
+    assert run_plain("own_draft_source", monkeypatch)[0] == ids

@@ -11,7 +11,7 @@ import torch
 from transformers import TextStreamer, pipeline
 
 import hfspec
-from hfspec.cli.demo import Dtype
+from hfspec.cli.dtypes import Dtype
 from hfspec.weights import load
 
 TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"

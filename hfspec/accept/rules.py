@@ -85,7 +85,8 @@ class Rejection(Rule):
     @staticmethod
     def _law_of(proposal: Proposal, like: torch.Tensor) -> torch.Tensor:
         if proposal.probs is not None:
-            return proposal.probs.to(like).unsqueeze(0)
+            law = proposal.probs.to(like).unsqueeze(0)
+            return law / law.sum()
         one_hot = torch.zeros_like(like)
         one_hot[0, proposal.token_id] = 1
         return one_hot

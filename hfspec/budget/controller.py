@@ -7,12 +7,12 @@ from hfspec.budget.cost import Experience
 from hfspec.config import DraftBudget
 from hfspec.rounds import Draft, Outcome, RoundBudget
 
-#: Rounds with a draft, at first and after a pause, before speculation is judged by what it brought.
-_TRIAL_ROUNDS = 4
+#: Rounds that feel the way, at first and after a pause, and rounds after them before what they brought is judged.
+_TRIAL_ROUNDS, _JUDGED_ROUNDS = 4, 6
 #: Plain rounds after speculation was found not to pay: twice as many each time, up to the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
-#: The target's forward over a single token is measured this often at first, and again after so many rounds.
-_PLAIN_AT_FIRST, _PLAIN_EVERY = 2, 80
+#: The target's forward over a single token is measured again after so many rounds.
+_PLAIN_EVERY = 60
 #: Where the ratio policy begins a call: Hugging Face's own long-time default.
 _RATIO_START = 5
 
@@ -47,7 +47,9 @@ class _Prospects:
 
     def best_length(self) -> int:
         """The number of tokens with the highest expected tokens per second, 0 included."""
-        best, best_rate = 0, 1 / self._seconds[0] if self._seconds[0] else 0.0
+        if not self._seconds[0]:
+            return 0  # nothing is known yet
+        best, best_rate = 0, 1 / self._seconds[0]
         expected, path = 1.0, 1.0
         for length in range(1, self._max_tokens + 1):
             path *= self._acceptance.at_depth(length)
@@ -69,7 +71,7 @@ class _WorthwhileBudget(RoundBudget):
 
     def allows_another(self, confidence: float) -> bool:
         # The token just drafted stays in the draft either way, so stopping here never biases the
-        # result (ALGORITHMS B0).
+        # result.
         self._path *= self._acceptance.at_confidence(confidence)
         self._num_drafted += 1
         return self._prospects.are_good(self._num_drafted, self._path)
@@ -91,6 +93,7 @@ class Controller:
         self._reads_confidence = reads_confidence
         self._asked_confidence = False
         self._ratio_tokens = min(max(_RATIO_START, budget.min_tokens), budget.max_tokens)
+        experience.costs.begin_call()
 
     def next_round(self, num_remaining: int | None) -> RoundBudget:
         """The budget of the next round.
@@ -113,26 +116,22 @@ class Controller:
         self._asked_confidence = False
         if most == 0 or (least == 0 and self._wants_plain()):
             return RoundBudget(0)
-        on_trial = experience.rounds_on < _TRIAL_ROUNDS
-        if on_trial:  # feel the way: each trial round may draft one token more
+        on_trial = least == 0 and experience.rounds_on < _TRIAL_ROUNDS
+        if on_trial:  # feel the way: one token at least, and each trial round may draft one more
             most = min(most, max(least, experience.rounds_on + 1))
         prospects = _Prospects(experience, most)
         if self._reads_confidence and experience.gives_confidence and least == 0:
             if on_trial or prospects.are_good(0, path=1.0):
                 self._asked_confidence = True
                 return _WorthwhileBudget(most, prospects, experience)
-        elif length := max(least, most if on_trial else prospects.best_length()):
+        elif length := max(least, prospects.best_length(), int(on_trial)):
             return RoundBudget(length)
         self._pause()
         return RoundBudget(0)
 
     def _wants_plain(self) -> bool:
         experience = self._experience
-        return (
-            experience.pause > 0
-            or experience.costs.num_plain < _PLAIN_AT_FIRST
-            or experience.rounds_since_plain >= _PLAIN_EVERY
-        )
+        return experience.pause > 0 or experience.costs.needs_plain or experience.rounds_since_plain >= _PLAIN_EVERY
 
     def observe(
         self,
@@ -152,7 +151,6 @@ class Controller:
             experience.pause = max(0, experience.pause - 1)
             return
         experience.rounds_since_plain += 1
-        experience.rounds_on += 1
         if self._asked_confidence:
             experience.gives_confidence = bool(draft.confidences)
         if draft.caught_up == 0:
@@ -163,7 +161,8 @@ class Controller:
         experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
         if self._budget.policy == "ratio":
             self._adapt_ratio(outcome.num_accepted / draft.num_tokens)
-        elif self._budget.policy == "measured":
+        elif self._budget.policy == "measured" and self._budget.min_tokens == 0:
+            experience.rounds_on += 1
             experience.tokens.add(outcome.num_committed)
             experience.seconds.add(costs.rounds(draft.num_tokens)[-1])
             self._judge()
@@ -174,19 +173,22 @@ class Controller:
         self._ratio_tokens = min(max(self._ratio_tokens + step, low), high)
 
     def _judge(self) -> None:
-        """Switch speculation off for a while if it has not paid."""
+        """Switch speculation off for a while if the rounds since the trial have not paid.
+
+        The trial itself tries lengths that may not pay; what it taught shows in the prospects.
+        """
         experience = self._experience
-        if experience.rounds_on < _TRIAL_ROUNDS:
-            return
-        if experience.speculative_rate < experience.plain_rate:
-            self._pause()
-        else:
-            experience.next_pause = _FIRST_PAUSE
+        rounds_judged = experience.rounds_on - _TRIAL_ROUNDS
+        if rounds_judged == 0:
+            experience.tokens.count = experience.seconds.count = 0
+        elif rounds_judged >= _JUDGED_ROUNDS:
+            if experience.speculative_rate < experience.plain_rate:
+                self._pause()
+            else:
+                experience.next_pause = _FIRST_PAUSE
 
     def _pause(self) -> None:
         experience = self._experience
         experience.pause = experience.next_pause
         experience.next_pause = min(2 * experience.next_pause, _LONGEST_PAUSE)
         experience.rounds_on = 0
-        # The next trial is judged by itself, not by what led to this pause.
-        experience.tokens.count = experience.seconds.count = 0

@@ -30,7 +30,16 @@ class Seconds:
         """Take a new time."""
         self._recent.append(seconds)
         self.count += 1
-        self.value = sorted(self._recent)[len(self._recent) // 4]
+        self._settle()
+
+    def scale(self, factor: float) -> None:
+        """Take all times to be `factor` times as long now."""
+        self._recent = deque((each * factor for each in self._recent), self._recent.maxlen)
+        self._settle()
+
+    def _settle(self) -> None:
+        if recent := sorted(self._recent):
+            self.value = recent[len(recent) // 4]
 
 
 @dataclass
@@ -43,8 +52,14 @@ class Average:
 
     def add(self, value: float) -> None:
         """Take a new value."""
-        self.count += 1
-        self.value += max(self.weight, 1 / self.count) * (value - self.value)
+        count = self.count + 1  # local, as another thread may set it back meanwhile
+        self.value += max(self.weight, 1 / count) * (value - self.value)
+        self.count = count
+
+
+def _few() -> Seconds:
+    """For the rarely measured forward over a single token: a few times, so that a change shows soon."""
+    return Seconds(num_kept=4)
 
 
 @dataclass
@@ -54,10 +69,25 @@ class Costs:
     draft_token: Seconds = field(default_factory=Seconds)
     overhead: Seconds = field(default_factory=Seconds)
     by_width: dict[int, Seconds] = field(default_factory=dict)
+    _plain_before: float | None = None
+    _num_plain_wanted: int = 2
 
     def add_forward(self, width: int, seconds: float) -> None:
         """Take the time of a target forward."""
-        self.by_width.setdefault(width, Seconds()).add(seconds)
+        self.by_width.setdefault(width, _few() if width == 1 else Seconds()).add(seconds)
+        if width == 1 and self._plain_before is not None:
+            factor, self._plain_before = self.by_width[1].value / self._plain_before, None
+            for each in (self.draft_token, *(times for width, times in self.by_width.items() if width > 1)):
+                each.scale(factor)
+
+    def begin_call(self) -> None:
+        """Measure a plain forward anew, and scale everything by how it has changed.
+
+        Another context length or another load makes all forwards dearer or cheaper, about alike.
+        """
+        if self.num_plain:
+            self._plain_before, self._num_plain_wanted = self.by_width[1].value, 1
+            self.by_width[1] = _few()
 
     def forwards(self, max_width: int) -> list[float]:
         """Expected seconds of target forwards over 0 (meaningless), 1, … `max_width` tokens.
@@ -65,9 +95,9 @@ class Costs:
         Between measured widths they are interpolated. Beyond them next to no slope is assumed, as the true
         curve has steps: a wide forward that turns out dear is measured once, a cheap one would never be found.
         """
-        if not self.by_width:
+        widths = sorted(width for width, times in self.by_width.items() if times.count)
+        if not widths:
             return [0.0] * (max_width + 1)
-        widths = sorted(self.by_width)
         wanted = numpy.arange(max_width + 1)
         seconds = numpy.interp(wanted, widths, [self.by_width[each].value for each in widths])
         beyond = numpy.maximum(0, wanted - widths[-1])
@@ -79,6 +109,11 @@ class Costs:
         forwards = self.forwards(max_drafted + 1)
         token, fixed = self.draft_token.value, self.overhead.value
         return [drafted * token + forwards[drafted + 1] + fixed for drafted in range(max_drafted + 1)]
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether a forward over a single token must be measured before anything can be compared with it."""
+        return self.num_plain < self._num_plain_wanted
 
     @property
     def num_plain(self) -> int:

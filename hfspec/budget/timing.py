@@ -12,6 +12,7 @@ class Span:
     """One measured stretch of work; `seconds` is known once the device has passed its end."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events: tuple[Any, Any] | None = None
         self._start = self._end = 0.0
         if device.type == "cuda":
@@ -23,14 +24,14 @@ class Span:
         if self._events is None:
             self._start = time.perf_counter()
         else:
-            self._events[0].record()
+            self._events[0].record(torch.cuda.current_stream(self._device))
 
     def end(self) -> None:
         """Mark the end."""
         if self._events is None:
             self._end = time.perf_counter()
         else:
-            self._events[1].record()
+            self._events[1].record(torch.cuda.current_stream(self._device))
 
     @property
     def seconds(self) -> float:

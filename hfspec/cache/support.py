@@ -7,11 +7,15 @@ from transformers.cache_utils import Cache
 
 from hfspec import compat
 
+_LOOKING_AHEAD = ("cpmant",)
+
 
 def model_problem(config: PretrainedConfig) -> str | None:
     """Why a model of this config cannot be sped up (or draft), or `None` if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models are not sped up yet"
+    if config.model_type in _LOOKING_AHEAD:
+        return "its attention looks ahead within what is fed at once, so a draft would change the past"
     if not compat.takes_cache(config):
         return "it keeps a state of its own kind, not a key-value cache"
     try:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -159,6 +160,7 @@ def _command(ctx: typer.Context) -> str:
         if source is None or source.name != "COMMANDLINE":
             continue
         value = ctx.params[option.name or ""]
+        value = value.value if isinstance(value, Enum) else value
         words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
     return shlex.join(words)
 

@@ -52,7 +52,15 @@ class DraftSession(ABC):
 
 
 class DraftSource(ABC):
-    """Anything that proposes tokens. `start` is called once per `generate()` call."""
+    """Anything that proposes tokens. `start` is called once per `generate()` call.
+
+    Attributes:
+        may_draw: whether it may draw from torch's default generators. They are then put back after each
+            draft, so that vanilla's stream goes on undisturbed; say `False` where it never does, or draws
+            from a generator of its own: putting back is not safe while other threads draw.
+    """
+
+    may_draw: bool = True
 
     @abstractmethod
     def start(self, context: Context) -> DraftSession:

@@ -3,7 +3,6 @@
 The target needs no draft to be right, so whatever a source does wrong costs speed alone.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +13,6 @@ from hfspec.draft.base import Context, DraftSession, DraftSource
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcome, RoundBudget
 from hfspec.sampling.noise import unmoved
-
-logger = logging.getLogger("hfspec")
 
 
 class GuardedSession(DraftSession):
@@ -59,25 +56,28 @@ class GuardedSession(DraftSession):
     def stop(self) -> None:
         """Stop the session inside, if it was started."""
         if self._session is not None:
+            session, self._session = self._session, None
             try:
-                self._session.stop()
+                session.stop()
             except Exception as error:  # see propose
-                self._fail(error)
-            self._session = None
+                if not self.has_failed:
+                    self._fail(error)
 
     def _unmoved_randomness(self) -> AbstractContextManager[None]:
         """Whatever the source draws, vanilla's random stream goes on as if it had not.
 
-        In rejection drafts are drawn from that very stream: the tokens are not vanilla's there.
+        In rejection drafts are drawn from that very stream: the tokens are not vanilla's there. A source
+        that never draws is left alone, as putting the stream back would undo other threads' draws.
         """
-        return nullcontext() if self._context.selection == "rejection" else unmoved(self._context.device)
+        if self._context.selection == "rejection" or not self._source.may_draw:
+            return nullcontext()
+        return unmoved(self._context.device)
 
     def _fail(self, error: Exception) -> None:
         self.has_failed = True
         reason = str(error) if isinstance(error, DraftError) else f"{type(error).__name__}: {error}"
-        reason = f"the draft source stopped ({reason})"
-        logger.warning("hfspec: %s. The call goes on without drafts; its output is not affected.", reason)
-        self._on_failure(reason)
+        self._on_failure(f"the draft source stopped ({reason})")
+        self.stop()  # what it holds may be the very memory that ran out
 
 
 def _check_draft(draft: object, max_tokens: int, context: Context) -> None:
@@ -103,5 +103,5 @@ def _check_draft(draft: object, max_tokens: int, context: Context) -> None:
     if tuple(draft.probs.shape) != wanted:
         raise DraftError(f"its probabilities have shape {list(draft.probs.shape)}; {list(wanted)} is needed")
     # A law that does not sum to 1, nan included, would bias what is accepted.
-    if not bool(((draft.probs.sum(dim=-1) - 1).abs() < 1e-2).all() & (draft.probs >= 0).all()):
+    if not bool(((draft.probs.sum(dim=-1) - 1).abs() < 1e-3).all() & (draft.probs >= 0).all()):
         raise DraftError("its probabilities are not a law: each row must be 0 or more and sum to 1")

@@ -36,6 +36,11 @@ class ModelDraft(DraftSource):
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
 
+    @property
+    def may_draw(self) -> bool:  # type: ignore[override]  # a fact that changes with the model's mode
+        """Only dropout draws."""
+        return bool(self.model.training)
+
     def start(self, context: Context) -> DraftSession:
         """Begin a call with an empty cache."""
         return _ModelSession(self, context)
@@ -54,7 +59,7 @@ class _ModelSession(DraftSession):
         self._num_ids = 0
 
     def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
-        prefix = self._without_padding(input_ids).to(self._device)
+        prefix = self._without_padding(input_ids)
         self._num_ids = prefix.shape[1]
         unread = prefix[:, self._num_read :]
         caught_up = max(0, unread.shape[1] - _USUAL_UNREAD)
@@ -81,10 +86,9 @@ class _ModelSession(DraftSession):
                     break
             unread = token
             prefix = torch.cat([prefix, token], dim=-1)
-        device = self._context.device
         return Draft(
-            token_ids=torch.cat(tokens, dim=-1).to(device),
-            probs=torch.cat(laws).to(device) if laws else None,
+            token_ids=torch.cat(tokens, dim=-1),
+            probs=torch.cat(laws) if laws else None,
             confidences=tuple(confidences),
             caught_up=caught_up,
         )
@@ -95,16 +99,19 @@ class _ModelSession(DraftSession):
         self._cache.rollback(self._num_read)
 
     def _forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Read `token_ids` `[1, n]`; return the logits after the last of them, `[1, vocab]` float32."""
+        """Read `token_ids` `[1, n]`; return the logits after the last of them, `[1, vocab]` float32.
+
+        Ids and logits are where the target's are; only the forward runs on the draft's device.
+        """
         kwargs = dict(self._source.forward_kwargs)
         kwargs[compat.CACHE_KEY] = self._cache
         end = self._num_read + token_ids.shape[1]
         if self._source.takes_position_ids:
             kwargs["position_ids"] = torch.arange(self._num_read, end, device=self._device).unsqueeze(0)
-        logits: torch.Tensor = self._source.model(input_ids=token_ids, **kwargs).logits[:, -1]
+        logits: torch.Tensor = self._source.model(input_ids=token_ids.to(self._device), **kwargs).logits[:, -1]
         self._num_read = end
         missing = self._context.vocab_size - logits.shape[-1]
-        logits = logits[:, : self._context.vocab_size].to(torch.float32)
+        logits = logits[:, : self._context.vocab_size].to(device=self._context.device, dtype=torch.float32)
         return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
 
     def _preference(self, scores: torch.Tensor, token_ids: torch.Tensor | None, position: int) -> torch.Tensor:
@@ -112,7 +119,7 @@ class _ModelSession(DraftSession):
         if self._context.selection == "greedy":
             return scores
         like = torch.empty(1, self._context.vocab_size, device=self._context.device)
-        noise = self._context.noise.peek(like, position).to(self._device)
+        noise = self._context.noise.peek(like, position)
         return scores - (noise if token_ids is None else noise.gather(1, token_ids)).log()
 
     def _confidence(self, preference: torch.Tensor, index: torch.Tensor) -> float:

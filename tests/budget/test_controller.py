@@ -137,10 +137,20 @@ def test_what_was_learned_outlives_the_call():
 
 
 def test_a_good_pair_does_not_wait_in_its_second_call():
-    """A second call of a pair that pays drafts from its first round."""
+    """A second call of a pair that pays times one plain forward, then drafts."""
     machine = Machine(acceptance=0.9, draft=0.05)
     machine.call(400)
-    assert machine.call(50)[0] > 0
+    first, second, *_ = machine.call(50)
+    assert first == 0 < second
+
+
+def test_a_call_that_is_dearer_throughout_keeps_what_was_learned():
+    """A longer context makes every forward dearer alike: the choice of lengths stays, from the second round on."""
+    machine = Machine(acceptance=0.8, draft=0.1)
+    machine.call(400)
+    usual = sum(machine.call(200)) / 200
+    machine.draft, machine.verify, machine.wider = 4 * machine.draft, 4 * machine.verify, 4 * machine.wider
+    assert sum(machine.call(200)) / 200 == pytest.approx(usual, rel=0.35)
 
 
 def test_a_fixed_budget_never_moves():
@@ -213,7 +223,7 @@ class TestRatio:
 
 def test_a_source_that_says_no_confidence_gets_a_planned_length():
     """Where wide forwards are dear, a source that would fill any budget is asked for what pays, no more."""
-    machine = Machine(acceptance=0.6, draft=0.01, wider=0.5, says_confidence=False)
+    machine = Machine(acceptance=0.75, draft=0.01, wider=0.4, says_confidence=False)
     machine.call(400, reads_confidence=True)
     machine.lengths.clear()
     assert max(machine.call(200, reads_confidence=True)) <= 3
