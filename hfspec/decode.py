@@ -26,8 +26,9 @@ from hfspec.budget.cost import Experience
 from hfspec.cache.ledger import SpeculativeCache
 from hfspec.cache.support import cache_problem, model_problem
 from hfspec.config import Options
-from hfspec.draft.base import Context, DraftSource
+from hfspec.draft.base import Context
 from hfspec.draft.guard import GuardedSession
+from hfspec.drafting import Drafting
 from hfspec.errors import UnsupportedCallError
 from hfspec.metrics import Metrics
 from hfspec.sampling.noise import SeededNoise
@@ -43,14 +44,6 @@ _MEDIA_INPUTS = (
     "input_values",
     "mm_encoder_outputs",
 )
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """A draft source and what stands against using it with this target (`None`: nothing)."""
-
-    source: DraftSource
-    problem: str | None = None
 
 
 @dataclass

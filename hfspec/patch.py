@@ -8,55 +8,32 @@ written into the instance, and nothing else is patched.
 import copy
 import dataclasses
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hfspec import compat, decode
-from hfspec.cache.support import model_problem
-from hfspec.config import (
-    CALL_OPTIONS,
-    Acceptance,
-    DraftBudget,
-    OnUnsupported,
-    Options,
-    reject_misspelt,
-    reject_unknown,
-)
-from hfspec.draft.base import DraftSource
-from hfspec.draft.model import ModelDraft
-from hfspec.draft.pairing import pairing_problem
-from hfspec.errors import DraftError, IncompatibleDraftError, PatchError
+from hfspec.config import CALL_OPTIONS, Acceptance, DraftBudget, OnUnsupported, Options, reject_misspelt, reject_unknown
+from hfspec.drafting import Drafting, DraftLike, find_drafting
+from hfspec.errors import PatchError
 from hfspec.metrics import Stats
-from hfspec.weights import resolve
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-#: What `draft=` takes: a loaded model, the name or path of one, or any draft source.
-DraftLike: TypeAlias = PreTrainedModel | DraftSource | str | os.PathLike[str]
 
 _PATCH_OPTIONS = ("draft", "draft_budget", "acceptance", "on_unsupported", "tokenizer", "draft_tokenizer")
 
 
 @dataclass
 class _Patch:
-    drafting: decode.Drafting
+    drafting: Drafting
     options: Options
     state: decode.PatchState = field(default_factory=decode.PatchState)
-    other_drafts: list[tuple[DraftLike, decode.Drafting]] = field(default_factory=list)
+    other_drafts: list[tuple[DraftLike, Drafting]] = field(default_factory=list)
 
 
 #: Drafts named in calls that are kept for the next call that names them.
@@ -108,7 +85,7 @@ def patch(
     if draft is None:
         raise PatchError("hfspec.patch() needs a draft: pass draft= a small model with the target's tokenizer.")
     options = Options(DraftBudget.parse(draft_budget), acceptance, on_unsupported=on_unsupported)
-    drafting = _drafting(model, draft, options, tokenizer, draft_tokenizer)
+    drafting = find_drafting(model, draft, options, tokenizer, draft_tokenizer)
     _put_on(model, _Patch(drafting, options))
     return model
 
@@ -199,60 +176,6 @@ def _check_target(model: object) -> None:
     )
 
 
-def _drafting(
-    model: PreTrainedModel,
-    draft: DraftLike,
-    options: Options,
-    tokenizer: Any = None,
-    draft_tokenizer: Any = None,
-) -> decode.Drafting:
-    """Make a draft source of what the user passed, and find what stands against it."""
-    if isinstance(draft, DraftSource):
-        return decode.Drafting(draft)
-    if isinstance(draft, str | os.PathLike):
-        draft = _load_beside(model, draft)
-    if not (isinstance(draft, PreTrainedModel) and isinstance(draft, GenerationMixin)):
-        raise PatchError(
-            f"draft= takes a causal language model, the name or path of one, or an hfspec.DraftSource; "
-            f"this is a {type(draft).__name__}."
-        )
-    if draft.get_input_embeddings().weight.device.type == "meta":
-        raise DraftError(
-            "The draft model has no weights in memory (device 'meta'); load it with weights, on any device."
-        )
-    problem = model_problem(draft.config)
-    if problem is not None:
-        return decode.Drafting(ModelDraft(draft), f"the draft model cannot draft: {problem}")
-    problem = pairing_problem(
-        model.config,
-        draft.config,
-        tokenizer if tokenizer is not None else _find_tokenizer(model),
-        draft_tokenizer if draft_tokenizer is not None else _find_tokenizer(draft),
-    )
-    if problem is not None and options.on_unsupported == "raise":
-        raise IncompatibleDraftError(f"This draft cannot draft for this target: {problem}.")
-    return decode.Drafting(ModelDraft(draft), problem)
-
-
-def _load_beside(model: PreTrainedModel, name: str | os.PathLike[str]) -> PreTrainedModel:
-    place = model.get_input_embeddings().weight
-    device = place.device if place.device.type != "meta" else torch.device("cpu")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(os.fspath(name)), dtype=place.dtype)
-    draft: PreTrainedModel = loaded.to(device).eval()
-    return draft
-
-
-def _find_tokenizer(model: PreTrainedModel) -> Any:
-    """The tokenizer saved where the model came from, or `None`; never asks the network."""
-    name = getattr(model.config, "_name_or_path", "")
-    if not name or not Path(name).is_dir():
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError, ImportError):
-        return None
-
-
 def _base_class(model: PreTrainedModel) -> Any:
     """The class the model had when it was patched; others may have been put on top since."""
     layers = type(model).__mro__
@@ -325,19 +248,18 @@ def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
         given["budget"] = DraftBudget.parse(given.pop("draft_budget"))
     options = dataclasses.replace(mine.options, **given)
     drafting = mine.drafting if draft is None else _remembered(mine, model, draft, options)
-    key = drafting.source.model if isinstance(drafting.source, ModelDraft) else drafting.source
-    experience = mine.state.experience_with(key)
+    experience = mine.state.experience_with(drafting.drafter)
     has_own_cache = any(kwargs.get(name) is not None for name in compat.CACHE_KEYS)
     has_host_loop = _base_class(model)._sample is GenerationMixin._sample
     return decode.Call(model, options, drafting, experience, mine.state, has_host_loop, has_own_cache)
 
 
-def _remembered(mine: _Patch, model: PreTrainedModel, draft: DraftLike, options: Options) -> decode.Drafting:
+def _remembered(mine: _Patch, model: PreTrainedModel, draft: DraftLike, options: Options) -> Drafting:
     """The `Drafting` for one call's `draft=`: loaded and checked the first time it is named."""
     for known, drafting in mine.other_drafts:
         if known is draft or (isinstance(draft, str) and known == draft):
             return drafting
-    drafting = _drafting(model, draft, options)
+    drafting = find_drafting(model, draft, options)
     mine.other_drafts = [*mine.other_drafts[1 - _MAX_OTHER_DRAFTS :], (draft, drafting)]
     return drafting
 

@@ -44,7 +44,7 @@ class Times:
         root = min(root, verify)
         return cls(
             plain=plain_seconds,
-            draft=metrics.draft_seconds / metrics.drafted_tokens,
+            draft=metrics.draft_seconds / (metrics.timed_draft_tokens or metrics.drafted_tokens),
             verify_root=root,
             verify_node=(verify - root) / (metrics.drafted_tokens / metrics.rounds),
         )

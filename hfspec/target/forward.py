@@ -42,7 +42,8 @@ class Target:
         self._model_kwargs = compat.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_prompt_slots = self._cache.get_seq_length()
         # Only the last position is kept: the logits of a whole prompt can be very large.
-        logits, outputs.logits = outputs.logits[:, -1:].clone(), None
+        logits = outputs.logits[:, -1:].clone()
+        outputs["logits"] = None
         return Verified(logits, outputs, is_prompt=True)
 
     def verify(self, input_ids: torch.Tensor, draft_ids: torch.Tensor) -> Verified:
