@@ -11,6 +11,8 @@ from hfspec.rounds import Draft, Outcome, RoundBudget
 _TRIAL_ROUNDS, _JUDGED_ROUNDS = 4, 6
 #: Plain rounds after speculation was found not to pay: twice as many each time, up to the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
+#: Share of the time that tries which do not pay may cost, the draft's reading of a long prompt included.
+_BEARABLE_LOSS = 0.03
 #: The target's forward over a single token is measured again after so many rounds.
 _PLAIN_EVERY = 60
 #: Where the ratio policy begins a call: Hugging Face's own long-time default.
@@ -93,6 +95,8 @@ class Controller:
         self._reads_confidence = reads_confidence
         self._asked_confidence = False
         self._ratio_tokens = min(max(_RATIO_START, budget.min_tokens), budget.max_tokens)
+        if budget.policy == "measured" and budget.min_tokens == 0:
+            self._look_back()
         experience.costs.begin_call()
 
     def next_round(self, num_remaining: int | None) -> RoundBudget:
@@ -164,7 +168,10 @@ class Controller:
         elif self._budget.policy == "measured" and self._budget.min_tokens == 0:
             experience.rounds_on += 1
             experience.tokens.add(outcome.num_committed)
-            experience.seconds.add(costs.rounds(draft.num_tokens)[-1])
+            seconds = costs.rounds(draft.num_tokens)[-1]
+            experience.seconds.add(seconds)
+            reading = max(0.0, draft_seconds - draft.num_tokens * costs.draft_token.value) if draft.caught_up else 0.0
+            experience.seconds_lost += seconds + reading - outcome.num_committed * costs.rounds(0)[0]
             self._judge()
 
     def _adapt_ratio(self, rate: float) -> None:
@@ -187,8 +194,18 @@ class Controller:
             else:
                 experience.next_pause = _FIRST_PAUSE
 
+    def _look_back(self) -> None:
+        """Pause if earlier calls did not earn back what the draft's reading of their prompts cost."""
+        experience = self._experience
+        if experience.seconds_lost * experience.plain_rate > _FIRST_PAUSE:
+            self._pause()
+        # What earlier calls gained does not pay for this one.
+        experience.seconds_lost = max(0.0, experience.seconds_lost)
+
     def _pause(self) -> None:
         experience = self._experience
-        experience.pause = experience.next_pause
-        experience.next_pause = min(2 * experience.next_pause, _LONGEST_PAUSE)
-        experience.rounds_on = 0
+        # Long enough, too, for what the last try has cost to stay a small share of the whole.
+        bearable = int(experience.seconds_lost * experience.plain_rate / _BEARABLE_LOSS)
+        experience.pause = max(experience.next_pause, min(bearable, _LONGEST_PAUSE))
+        experience.next_pause = min(2 * experience.pause, _LONGEST_PAUSE)
+        experience.rounds_on, experience.seconds_lost = 0, 0.0

@@ -165,6 +165,8 @@ class Experience:
         gives_confidence: whether the source says how sure it is of its tokens; taken to until it does not.
         tokens: committed per round with a draft.
         seconds: what those rounds cost, by `costs` (not by the clock, see `Seconds`).
+        seconds_lost: what speculation has cost beyond plain decoding of the same tokens since it was switched
+            on, the draft's reading of prompts included; below 0 if it has gained.
         rounds_on: rounds with a draft since speculation was switched on.
         rounds_since_plain: rounds since the target's forward over a single token was last measured.
         pause: plain rounds still to come before speculation is tried again.
@@ -176,6 +178,7 @@ class Experience:
     gives_confidence: bool = True
     tokens: Average = field(default_factory=lambda: Average(weight=0.06))
     seconds: Average = field(default_factory=lambda: Average(weight=0.06))
+    seconds_lost: float = 0.0
     rounds_on: int = 0
     rounds_since_plain: int = 0
     pause: int = 0

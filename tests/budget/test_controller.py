@@ -17,11 +17,12 @@ class Machine:
 
     Args:
         acceptance: probability that a draft token is accepted, given those before it were.
+        reading: seconds the draft needs for a call's prompt.
         draft, verify, wider: seconds of one draft token, of a plain forward, and of one more token in it.
     """
 
-    def __init__(self, acceptance=0.8, draft=0.1, verify=1.0, wider=0.01, seed=0, says_confidence=True):
-        self.says_confidence = says_confidence
+    def __init__(self, acceptance=0.8, draft=0.1, verify=1.0, wider=0.01, seed=0, says_confidence=True, reading=0.0):
+        self.says_confidence, self.reading = says_confidence, reading
         self.acceptance, self.draft, self.verify, self.wider = acceptance, draft, verify, wider
         self.random = random.Random(seed)
         self.experience = Experience()
@@ -49,6 +50,8 @@ class Machine:
             judged = min(num_drafted, accepted + 1)
             draft_seconds, verify_seconds = num_drafted * self.draft, self.forward(num_drafted + 1)
             seconds = draft_seconds + verify_seconds + 0.01
+            if is_first and num_drafted:
+                draft_seconds, seconds = draft_seconds + self.reading, seconds + self.reading
             draft = Draft(rows(*[5] * num_drafted), None, tuple(confidences), caught_up=9 if is_first else 0)
             is_first = is_first and num_drafted == 0
             controller.observe(draft, Outcome(judged, accepted, accepted + 1), draft_seconds, verify_seconds, seconds)
@@ -99,6 +102,33 @@ def test_a_hopeless_draft_is_hardly_used(machine, reads_confidence):
     lengths = hopeless.call(3000, reads_confidence=reads_confidence)
     assert sum(length > 0 for length in lengths) / len(lengths) < 0.05
     assert hopeless.speed_up > 0.97
+
+
+@both_ways
+def test_a_hopeless_draft_hardly_reads_prompts(reads_confidence):
+    """Where the draft needs long for every prompt, it is not tried again at every prompt."""
+    hopeless = Machine(acceptance=0.1, reading=12.0)
+    for _ in range(8):
+        hopeless.call(64, reads_confidence=reads_confidence)
+    assert hopeless.speed_up > 0.945
+
+
+@both_ways
+def test_a_gain_too_small_for_the_prompts_is_given_up(reads_confidence):
+    """Rounds that pay a little do not make up for long prompts: such a pair costs no more than a few percent."""
+    small = Machine(acceptance=0.8, draft=0.3, wider=0.2, reading=24.0)
+    for _ in range(20):
+        small.call(64, reads_confidence=reads_confidence)
+    assert small.speed_up > 0.945
+
+
+@both_ways
+def test_a_good_pair_survives_long_prompts(reads_confidence):
+    """A gain that pays for the prompts is kept from call to call."""
+    good = Machine(acceptance=0.9, draft=0.05, reading=12.0)
+    for _ in range(8):
+        good.call(128, reads_confidence=reads_confidence)
+    assert good.speed_up > 1.6
 
 
 @both_ways
