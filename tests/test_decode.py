@@ -443,3 +443,10 @@ def test_the_loop_may_be_called_by_itself():
     with hfspec.patched(model, noisy(), draft_budget=3), torch.no_grad():
         assert torch.equal(model._sample(*args, *ordered, **kwargs), TEXT)
         assert hfspec.stats(model).last.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("budget", ["auto", 3, "ratio", hfspec.DraftBudget(min_tokens=2)], ids=str)
+def test_a_text_beyond_the_targets_positions_goes_on_plain(budget):
+    """Where vanilla writes past `max_position_embeddings` (RoPE can), so does a patched model, without drafts there."""
+    model = build(max_position_embeddings=20)
+    both(model, noisy(), prompt(), {"max_new_tokens": 40, "eos_token_id": None}, draft_budget=budget).assert_same()

@@ -95,7 +95,8 @@ class Controller:
         self._reads_confidence = reads_confidence
         self._asked_confidence = False
         self._ratio_tokens = min(max(_RATIO_START, budget.min_tokens), budget.max_tokens)
-        if budget.policy == "measured" and budget.min_tokens == 0:
+        self._may_pause = budget.policy == "measured" and budget.min_tokens == 0
+        if self._may_pause:
             self._look_back()
         experience.costs.begin_call()
 
@@ -104,11 +105,12 @@ class Controller:
 
         Args:
             num_remaining: tokens the call may still generate; `None` if unlimited. A round commits one
-                more than it drafts, so it never drafts that many.
+                more than it drafts, so it never drafts that many. At 0 or less (a text that goes on beyond
+                the target's positions) rounds are plain.
         """
         most = self._budget.max_tokens
         if num_remaining is not None:
-            most = min(most, num_remaining - 1)
+            most = max(0, min(most, num_remaining - 1))
         if self._budget.policy == "fixed":
             return RoundBudget(most)
         if self._budget.policy == "ratio":
@@ -122,7 +124,7 @@ class Controller:
             return RoundBudget(0)
         on_trial = least == 0 and experience.rounds_on < _TRIAL_ROUNDS
         if on_trial:  # feel the way: one token at least, and each trial round may draft one more
-            most = min(most, max(least, experience.rounds_on + 1))
+            most = min(most, experience.rounds_on + 1)
         prospects = _Prospects(experience, most)
         if self._reads_confidence and experience.gives_confidence and least == 0:
             if on_trial or prospects.are_good(0, path=1.0):
@@ -165,7 +167,7 @@ class Controller:
         experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
         if self._budget.policy == "ratio":
             self._adapt_ratio(outcome.num_accepted / draft.num_tokens)
-        elif self._budget.policy == "measured" and self._budget.min_tokens == 0:
+        elif self._may_pause:
             experience.rounds_on += 1
             experience.tokens.add(outcome.num_committed)
             seconds = costs.rounds(draft.num_tokens)[-1]
