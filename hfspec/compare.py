@@ -24,6 +24,7 @@ class Verdict:
     Attributes:
         identical: every token is the same.
         first_difference: index of the first new token that differs.
+        row: the row of the batch that this is about; of several that differ, the one with the worst verdict.
         margin: by how much plain decoding preferred its token there, in processed log-scores (noise
             included when sampling).
         tolerance: how far two vanilla forwards over that text are apart, times two (either token may move).
@@ -35,12 +36,14 @@ class Verdict:
     margin: float | None = None
     tolerance: float | None = None
     near_tie: bool | None = None
+    row: int = 0
 
     def summary(self) -> str:
         """One line for people."""
         if self.identical:
             return "same tokens"
-        where = f"first difference at new token {self.first_difference}"
+        row = f"row {self.row}, " if self.row else ""
+        where = f"{row}first difference at new token {self.first_difference}"
         if self.near_tie is None or self.margin is None or self.tolerance is None:
             return f"{where}; not explained"
         verdict = "a near-tie" if self.near_tie else "NOT a near-tie"
@@ -51,7 +54,7 @@ def verify(model: PreTrainedModel, inputs: Any, *, seed: int = 0, **generate_kwa
     """Run a patched model's call with and without speculation and compare the tokens.
 
     Args:
-        inputs: token ids `[1, length]`, or a mapping such as a tokenizer returns.
+        inputs: token ids `[rows, length]`, or a mapping such as a tokenizer returns.
         seed: for sampled calls; the random state is left as it was.
         generate_kwargs: as for `generate()`.
 
@@ -79,37 +82,63 @@ def explain_difference(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> Verdict:
-    """Compare two outputs `[1, length]` of one call, and measure the margin at the first difference.
+    """Compare two outputs `[rows, length]` of one call, and measure the margin at the first difference.
 
     Args:
         model: patched or not.
         plain_ids: from plain `generate()`, with this `seed` set before if sampled.
+
+    Returns:
+        The verdict on the row that is worst off.
     """
-    if torch.equal(plain_ids, other_ids):
-        return Verdict(identical=True)
+    return max(explain_rows(model, inputs, plain_ids, other_ids, seed=seed, **generate_kwargs), key=_badness)
+
+
+def explain_rows(
+    model: PreTrainedModel,
+    inputs: Any,
+    plain_ids: torch.Tensor,
+    other_ids: torch.Tensor,
+    *,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> list[Verdict]:
+    """`explain_difference` for each row of a batch."""
     shortest = min(plain_ids.shape[1], other_ids.shape[1])
-    unequal = (plain_ids[0, :shortest] != other_ids[0, :shortest]).nonzero()
-    index = int(unequal[0]) if len(unequal) else shortest
     num_prompt = _inputs(inputs)["input_ids"].shape[1]
-    if index == shortest:  # one stopped where the other went on: no rounding does that
-        return Verdict(False, index - num_prompt, near_tie=False)
-    margin, tolerance = _evidence(
-        model, inputs, plain_ids, index, int(other_ids[0, index]), seed, _without_ours(generate_kwargs)
-    )
-    near_tie = None if margin is None or tolerance is None else margin <= tolerance
-    return Verdict(False, index - num_prompt, margin, tolerance, near_tie)
+    unequal = plain_ids[:, :shortest] != other_ids[:, :shortest]
+    verdicts = []
+    for row, differs in enumerate(unequal):
+        if not bool(differs.any()):
+            verdicts.append(Verdict(identical=True, row=row))
+            continue
+        index = int(differs.nonzero()[0])
+        margin, tolerance = _evidence(
+            model, inputs, plain_ids, row, index, int(other_ids[row, index]), seed, _without_ours(generate_kwargs)
+        )
+        near_tie = None if margin is None or tolerance is None else margin <= tolerance
+        verdicts.append(Verdict(False, index - num_prompt, margin, tolerance, near_tie, row))
+    if plain_ids.shape[1] != other_ids.shape[1] and not bool(unequal.any()):
+        # One stopped where the other went on: no rounding does that.
+        return [Verdict(False, shortest - num_prompt, near_tie=False, row=row) for row in range(len(verdicts))]
+    return verdicts
+
+
+def _badness(verdict: Verdict) -> int:
+    return 0 if verdict.identical else {True: 1, None: 2, False: 3}[verdict.near_tie]
 
 
 def _evidence(
     model: PreTrainedModel,
     inputs: Any,
     plain_ids: torch.Tensor,
+    row: int,
     index: int,
     other_id: int,
     seed: int,
     generate_kwargs: dict[str, Any],
 ) -> tuple[float | None, float | None]:
-    """Margin and tolerance at position `index`, where plain chose `plain_ids[0, index]` and the other `other_id`."""
+    """Margin and tolerance at `plain_ids[row, index]`, where the other output has `other_id`."""
     call = _inputs(inputs) | generate_kwargs
     num_prompt = call["input_ids"].shape[1]
     for name in ("streamer", "max_length", "max_time"):
@@ -117,16 +146,16 @@ def _evidence(
     details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     plain = {"speculate": False} if is_patched(model) else {}
     again = _seeded_generate(model, seed, call | details | plain | {"max_new_tokens": index - num_prompt + 1})
-    plain_id = int(plain_ids[0, index])
-    if int(_sequences(again)[0, index]) != plain_id:  # not reproducible: nothing can be said
+    plain_id = int(plain_ids[row, index])
+    if int(_sequences(again)[row, index]) != plain_id:  # not reproducible: nothing can be said
         return None, None
-    preference = again.scores[-1][0].double()
+    preference = again.scores[-1][row].double()
     temperature = 1.0
     if _is_sampled(model, generate_kwargs):
         with torch.random.fork_rng(_cuda_devices(model)):
             torch.manual_seed(seed)
             noise = SeededNoise().peek(again.scores[-1], position=index - num_prompt)
-        preference = preference - noise[0].double().log()
+        preference = preference - noise[row].double().log()
         config = generate_kwargs.get("generation_config") or model.generation_config
         temperature = generate_kwargs.get("temperature", config.temperature) or 1.0
     margin = float(preference[plain_id] - preference[other_id])
@@ -134,7 +163,7 @@ def _evidence(
     prefix = plain_ids[:, :index]
     at_once = {"input_ids": prefix, "attention_mask": _extended_mask(call, prefix)}
     whole = _seeded_generate(model, seed, at_once | details | plain | {"max_new_tokens": 1, "do_sample": False})
-    rounding = (whole.logits[0][0].double() - again.logits[-1][0].double()).abs().max()
+    rounding = (whole.logits[0][row].double() - again.logits[-1][row].double()).abs().max()
     return margin, 2 * float(rounding) / min(1.0, temperature)
 
 

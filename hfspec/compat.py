@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel, cache_utils
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
 from transformers.generation import utils as generation_utils
 from transformers.utils import ModelOutput
@@ -34,8 +34,42 @@ _FEEDS_BY_LENGTH = "next_sequence_length" in inspect.signature(GenerationMixin.p
 #: 5.x appends `num_new_tokens` to masks and positions at once; 4.57 appends one, and never to positions.
 _ADVANCES_BY_MANY = _FEEDS_BY_LENGTH
 
+#: Whether position ids that the user gave go on with the text; 4.57 repeats the last one for ever.
+ADVANCES_POSITIONS = _ADVANCES_BY_MANY
+
+#: The method that runs the encoder, with its input, the model kwargs and the input's name.
+ENCODER_METHOD = next(
+    name
+    for name in (
+        "_prepare_text_encoder_decoder_kwargs_for_generation",
+        "_prepare_encoder_decoder_kwargs_for_generation",
+    )
+    if hasattr(GenerationMixin, name)
+)
+
 #: 5.x streams a token after the stopping criteria have seen it, 4.57 before.
 STREAMS_AFTER_CRITERIA = hasattr(generation_utils, "StopCheck")
+
+#: Inputs that say of each token what kind it is, and grow with the text.
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+#: Layers of recurrent models, whose state stands for the whole text; none before 5.x.
+LINEAR_LAYER: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+
+#: Layers whose content depends on how many tokens came at once.
+QUANTIZED_LAYER: Any = tuple(
+    getattr(cache_utils, name) for name in ("QuantizedLayer", "BaseQuantizedLayer") if hasattr(cache_utils, name)
+)
+
+#: The host's layers that can forget their last tokens, however many and whenever (where the release can crop them).
+CROPPABLE_LAYERS = frozenset(
+    layer
+    for layer in (
+        getattr(cache_utils, name, None)
+        for name in ("DynamicLayer", "DynamicIndexedLayer", "StaticLayer", "StaticIndexedLayer", "DummyLayer")
+    )
+    if hasattr(layer, "crop")
+)
 
 #: The host's decoding loops, each a method that `generate()` looks up on `type(model)`.
 SAMPLE_METHOD = "_sample"
@@ -83,11 +117,13 @@ def advance(
     has_types = any("token_type" in name and value is not None for name, value in model_kwargs.items())
     if _ADVANCES_BY_MANY and not has_types:
         advanced: dict[str, Any] = host._update_model_kwargs_for_generation(
-            outputs, model_kwargs, num_new_tokens=num_new_tokens
+            outputs, model_kwargs, model.config.is_encoder_decoder, num_new_tokens
         )
         return advanced
     for _ in range(num_new_tokens):
-        model_kwargs = host._update_model_kwargs_for_generation(outputs, model_kwargs)
+        model_kwargs = host._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+        )
         # Explicit position ids are never advanced by 4.57: vanilla feeds the prompt's last one for ever.
         if not _ADVANCES_BY_MANY and model_kwargs.get("position_ids") is not None:
             position_ids = model_kwargs["position_ids"]
@@ -114,20 +150,117 @@ def prepare_last(
     return model_inputs
 
 
+def cut_last(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return `model_kwargs` as they were before they grew by the last token."""
+    cut = dict(model_kwargs)
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    for name in (f"{prefix}attention_mask", f"{prefix}position_ids", *_TOKEN_TYPES):
+        if isinstance(cut.get(name), torch.Tensor):
+            cut[name] = cut[name][..., :-1]
+    if not _FEEDS_BY_LENGTH:
+        cut["cache_position"] = cut["cache_position"] - 1
+    return cut
+
+
+def with_slots(
+    model: PreTrainedModel,
+    model_kwargs: dict[str, Any],
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor,
+    num_slots: int,
+) -> dict[str, Any]:
+    """Return `model_kwargs` for a forward over `position_ids.shape[1]` tokens a row behind `num_slots` slots.
+
+    Args:
+        mask: `[rows, slots + width]`, or `None`.
+        position_ids: `[rows, width]`; left out for models that take none.
+    """
+    width = position_ids.shape[1]
+    kwargs = model_kwargs | {"attention_mask": mask}
+    if takes_position_ids(model):
+        kwargs["position_ids"] = position_ids
+    for name in _TOKEN_TYPES:
+        if kwargs.get(name) is not None:  # text goes on as the type that it ended with
+            kwargs[name] = kwargs[name][:, -1:].expand(-1, width)
+    if not _FEEDS_BY_LENGTH:
+        kwargs["cache_position"] = torch.arange(num_slots, num_slots + width, device=position_ids.device)
+    return kwargs
+
+
+def select_rows(model_kwargs: dict[str, Any], rows: Any, num_rows: int) -> dict[str, Any]:
+    """Return `model_kwargs` for some rows of the batch: by the host's convention every tensor has rows first."""
+    return {
+        name: value[torch.as_tensor(rows, device=value.device)]
+        if isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and value.shape[0] == num_rows
+        and name != "cache_position"
+        else value
+        for name, value in model_kwargs.items()
+    }
+
+
+def takes_position_ids(model: PreTrainedModel) -> bool:
+    """Whether the model's forward takes position ids."""
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def compiles_decoding(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], generation_config: GenerationConfig
+) -> bool:
+    """Whether vanilla compiles the forwards after the prompt, as it does for static caches on accelerators."""
+    host: Any = model
+    return bool(host._valid_auto_compile_criteria(model_kwargs, generation_config))
+
+
 def decoding(model: PreTrainedModel) -> AbstractContextManager[None]:
     """The context in which 5.x runs every forward after the prompt (it switches kernels for experts)."""
     host: Any = model
     return host._optimize_model_for_decode() if hasattr(model, "_optimize_model_for_decode") else nullcontext()
 
 
-def is_full_attention(cache: Cache) -> bool:
-    """Whether every layer of `cache` keeps all positions and nothing else, so that cropping undoes a forward.
+def is_sliding(layer: Any) -> bool:
+    """Whether a cache layer drops what is far back."""
+    return bool(getattr(layer, "is_sliding", False))
 
-    A `DynamicCache` made without a config has no layers yet and grows such layers.
-    """
-    if type(cache) is not DynamicCache or cache.offloading:
-        return False
-    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+def text_layers(cache: Any) -> list[Any]:
+    """The layers that grow with the text; what an encoder-decoder model keeps of the encoder does not."""
+    layers: list[Any] = getattr(cache, "self_attention_cache", cache).layers
+    return layers
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether nothing has been written into a cache yet."""
+    return not any(
+        getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
+        for layer in text_layers(cache)
+    )
+
+
+def is_static(cache: Any) -> bool:
+    """Whether the cache has its full size from the beginning."""
+    return any(isinstance(layer, cache_utils.StaticLayer) for layer in text_layers(cache))
+
+
+def keeps_elsewhere(cache: Any) -> bool:
+    """Whether the cache was asked for as one of a fixed size, or as one that is moved off the device."""
+    return is_static(cache) or bool(getattr(getattr(cache, "self_attention_cache", cache), "offloading", False))
+
+
+def row_of_outputs(outputs: Any, row: int) -> Any:
+    """One row of an encoder's outputs, as a batch of one."""
+    sliced = {
+        name: value[row : row + 1] for name, value in outputs.items() if isinstance(value, torch.Tensor) and value.dim()
+    }
+    return type(outputs)(**sliced)
+
+
+def media_token_ids(config: Any) -> tuple[int, ...]:
+    """The ids that stand in a text for images, videos and sounds."""
+    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
+    found = (getattr(config, name, None) for name in names)
+    return tuple(token_id for token_id in found if isinstance(token_id, int))
 
 
 def takes_cache(config: Any) -> bool:
@@ -167,4 +300,6 @@ def max_positions(config: Any) -> int | None:
 
 def empty_cache_for(config: Any) -> Cache:
     """The cache vanilla would make for a model of this config."""
-    return DynamicCache(config=config.get_text_config(decoder=True))
+    text_config = config.get_text_config(decoder=True)
+    cache = DynamicCache(config=text_config)
+    return EncoderDecoderCache(cache, DynamicCache(config=text_config)) if config.is_encoder_decoder else cache

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationConfig
 
@@ -23,27 +24,19 @@ from hfspec.accept.rules import Greedy, Rejection, Rule, Seeded
 from hfspec.accept.walk import Transcript
 from hfspec.budget.controller import Controller
 from hfspec.budget.cost import Experience
-from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.support import cache_problem, model_problem
+from hfspec.cache.ledger import speculative_cache
 from hfspec.config import Options
-from hfspec.draft.base import Context
-from hfspec.draft.guard import GuardedSession
+from hfspec.contexts import contexts_of
+from hfspec.draft.guard import Guard
 from hfspec.drafting import Drafting
 from hfspec.errors import UnsupportedCallError
 from hfspec.metrics import Metrics
-from hfspec.sampling.noise import SeededNoise
-from hfspec.target.forward import Target
+from hfspec.prepared import Prepared
+from hfspec.reasons import lockstep_reason, plain_reason
+from hfspec.sampling.noise import RowNoise, SeededNoise
+from hfspec.target.forward import RaggedTarget, Target
 
 logger = logging.getLogger("hfspec")
-
-#: Inputs that stand for more than their token ids; a draft model that sees ids alone would draft blindly.
-_MEDIA_INPUTS = (
-    "pixel_values",
-    "pixel_values_videos",
-    "input_features",
-    "input_values",
-    "mm_encoder_outputs",
-)
 
 
 @dataclass
@@ -54,7 +47,7 @@ class PatchState:
     total: Metrics = field(default_factory=Metrics)
     warned: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _experience: dict[int, tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
+    _experience: dict[tuple[int, bool], tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
 
     def warn_once(self, reason: str, message: str) -> None:
         """Log `message` about `reason`, unless it was said of this model before."""
@@ -63,11 +56,15 @@ class PatchState:
             hint = "(Said once; hfspec.stats(model).fallback_reason keeps the reason.)"
             logger.warning(f"hfspec: {message} {hint}", reason)
 
-    def experience_with(self, drafter: object) -> Experience:
-        """What is known about the pair with this draft model or source (which need not be hashable)."""
-        found = self._experience.get(id(drafter))
+    def experience_with(self, drafter: object, is_lockstep: bool = False) -> Experience:
+        """What is known about the pair with this draft model or source (which need not be hashable).
+
+        Rows in lock-step go on only where all of them accept: that is another experience.
+        """
+        key = (id(drafter), is_lockstep)
+        found = self._experience.get(key)
         if found is None or found[0]() is not drafter:
-            found = self._experience[id(drafter)] = (weakref.ref(drafter), Experience())
+            found = self._experience[key] = (weakref.ref(drafter), Experience())
         return found[1]
 
     def finish(self, metrics: Metrics) -> None:
@@ -85,17 +82,24 @@ class Call:
         has_host_loop: whether the model's class decodes with the host's own `_sample`.
         has_own_cache: whether the user passed a cache, which must then be filled as given.
         was_decoded: whether the host came to one of the decoding loops that hfspec stands in for.
+        encoder_inputs: what the encoder of an encoder-decoder model was given, by name.
     """
 
     model: PreTrainedModel
     options: Options
     drafting: Drafting
-    experience: Experience
     state: PatchState
     has_host_loop: bool = True
     has_own_cache: bool = False
     was_decoded: bool = False
+    encoder_inputs: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=lambda: Metrics(calls=1))
+
+    @property
+    def plain_reason(self) -> str | None:
+        """Why the call runs plain whatever it asks for: by choice, by the pair, by the model's own loop; or `None`."""
+        own_loop = None if self.has_host_loop else f"{type(self.model).__name__} has a decoding loop of its own"
+        return _wanted_plain(self.options) or self.drafting.problem or own_loop
 
     def note_plain(self, reason: str, may_raise: bool = True) -> None:
         """This call runs plain: count the reason, say it once per model, or raise if told to."""
@@ -129,49 +133,79 @@ def sample(
         vanilla: the host's `_sample`, bound to the model.
         input_ids: `[batch, prompt_length]`.
     """
-    problem = _problem(call, input_ids, generation_config, synced_gpus, model_kwargs)
-    if problem is not None:
-        return run_plain(
-            call,
-            problem,
-            vanilla,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
-
-    call.was_decoded = True
-    noise = SeededNoise()
-    rule = _rule(call.options, generation_config, noise)
-    cache = model_kwargs[compat.CACHE_KEY]
-    if not call.has_own_cache and cache.get_seq_length() == 0:
-        cache = SpeculativeCache()  # the host has just made that one, for nobody else
-    target = Target(call.model, generation_config, cache, model_kwargs)
-    transcript = Transcript(input_ids, rule, logits_processor, stopping_criteria, streamer, Record(generation_config))
-    context = Context(
-        vocab_size=_vocab_size(call.model),
-        device=input_ids.device,
-        selection=rule.name,
-        processors=logits_processor,
-        noise=noise,
-        prompt_mask=_padding_mask(input_ids, model_kwargs),
+    prepared = Prepared(
+        call.model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        model_kwargs,
+        streamer,
+        synced_gpus,
     )
-    drafter = GuardedSession(call.drafting.source, context, on_failure=_failure_counter(call))
-    controller = Controller(call.options.budget, call.experience, reads_confidence=input_ids.device.type == "cpu")
+    reason = call.plain_reason or plain_reason(prepared)
+    if reason is None:
+        call.was_decoded = True
+        return _speculate(call, prepared)
+    return run_plain(
+        call,
+        reason,
+        vanilla,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+        **model_kwargs,
+    )
+
+
+def _speculate(call: Call, prepared: Prepared) -> Any:
+    """Decode by rounds; the result is what the host's `_sample` would have returned."""
+    cache = prepared.cache
+    if not call.has_own_cache and compat.is_empty(cache) and not compat.keeps_elsewhere(cache):
+        cache = speculative_cache(cache)  # the host has just made that one, for nobody else
+    in_step = prepared.num_rows == 1
+    if not in_step and (why := lockstep_reason(prepared, cache)) is not None:
+        call.metrics.lockstep_reasons[why] += 1
+        in_step = True
+
+    noise = SeededNoise()
+    record = Record(prepared.generation_config, prepared.encoder_outputs)
+    noises = [RowNoise(noise, row, prepared.num_rows, runs_ahead=not in_step) for row in range(prepared.num_rows)]
+    if in_step:
+        target = Target(prepared, cache)
+        transcripts = [Transcript(prepared, _rule(call.options, prepared, noise), record)]
+    else:
+        target = RaggedTarget(prepared, cache)
+        transcripts = [
+            Transcript(prepared.for_row(row), _rule(call.options, prepared, draws), record)
+            for row, draws in enumerate(noises)
+        ]
+    contexts = contexts_of(prepared, transcripts[0].rule.name, noises, call.encoder_inputs)
+    drafter = Guard(call.drafting.source, contexts, on_failure=_failure_counter(call))
+    # Rows in step go on only where all of them accept: what a single row's confidence says is no guide there.
+    controller = Controller(
+        call.options.budget,
+        call.state.experience_with(call.drafting.drafter, in_step and prepared.num_rows > 1),
+        reads_confidence=prepared.device.type == "cpu" and (not in_step or prepared.num_rows == 1),
+        num_rows=prepared.num_rows,
+    )
     try:
-        loop.generate(target, drafter, transcript, controller, call.metrics, _max_length(call.model, stopping_criteria))
+        loop.generate(target, drafter, transcripts, controller, call.metrics, prepared.max_length)
     finally:
         drafter.stop()
-        target.level_cache(transcript.num_new)
+        target.level_cache(transcripts[0].num_new)
+        if not in_step and isinstance(transcripts[0].rule, Seeded):
+            noise.settle(max(each.num_new for each in transcripts))
         call.metrics.speculative_calls += call.metrics.rounds > 0
-    if streamer is not None:
-        streamer.end()
-    cache = target.cache_for_user() if generation_config.return_dict_in_generate else None
-    return transcript.record.output(transcript.input_ids, cache)
+    if prepared.streamer is not None:
+        prepared.streamer.end()
+    sequences = _joined(transcripts)
+    if prepared.returns_states or call.has_own_cache:
+        target.catch_up(sequences)
+    return record.output(sequences, target.cache_for_user)
 
 
 def run_plain(
@@ -193,7 +227,9 @@ def run_plain(
         call.metrics.total_seconds += seconds
     sequences = getattr(result, "sequences", result)
     if isinstance(sequences, torch.Tensor):
-        call.metrics.new_tokens += sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
+        num_new = sequences.shape[1] - input_ids.shape[1]
+        call.metrics.new_tokens += sequences.shape[0] * num_new
+        call.metrics.host_steps += num_new
     return result
 
 
@@ -207,87 +243,16 @@ def _wanted_plain(options: Options) -> str | None:
     return None
 
 
-def _problem(
-    call: Call,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    model_kwargs: dict[str, Any],
-) -> str | None:
-    """Why this call cannot be sped up, or `None` if it can."""
-    model = call.model
-    wanted = _wanted_plain(call.options)
-    if wanted is not None:
-        return wanted
-    problem = call.drafting.problem or model_problem(model.config)
-    if problem is not None:
-        return problem
-    if getattr(generation_config, "is_assistant", False):
-        return "the model is at work as another model's assistant"
-    if not call.has_host_loop:
-        return f"{type(model).__name__} has a decoding loop of its own"
-    if input_ids.shape[0] != 1:
-        return f"batches are not sped up yet (this one has {input_ids.shape[0]} rows)"
-    if model.training and _drops_units(model):
-        return "the model is in training mode with random dropout or noise: no two forwards agree"
-    exact = compat.max_exact_length(model.config)
-    last = generation_config.max_length
-    if exact is not None and (last is None or last > exact):
-        return f"its position encoding changes beyond {exact} tokens, and this call may get there"
-    if synced_gpus:
-        return "several processes must make the same forwards (synced_gpus)"
-    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
-        return "the prompt came as embeddings, which a draft model cannot read"
-    media = [name for name in _MEDIA_INPUTS if _is_given(model_kwargs.get(name))]
-    if media:
-        return f"inputs other than text are not sped up yet ({', '.join(media)})"
-    if not model_kwargs.get("use_cache"):
-        return "use_cache=False leaves nothing to continue from"
-    return cache_problem(model_kwargs.get(compat.CACHE_KEY))
-
-
-def _is_given(value: Any) -> bool:
-    """Whether an input is there; 5.24 passes dicts that may hold nothing."""
-    return any(_is_given(each) for each in value.values()) if isinstance(value, dict) else value is not None
-
-
-def _drops_units(model: PreTrainedModel) -> bool:
-    """Whether some module in training mode has a dropout, jitter or noise above 0, as a layer or a number it keeps."""
-    return any(
-        value > 0
-        for module in model.modules()
-        if module.training
-        for name, value in vars(module).items()
-        if isinstance(value, float)
-        and (isinstance(module, torch.nn.Dropout) or any(word in name for word in ("drop", "jitter", "noise")))
-    )
-
-
-def _max_length(model: PreTrainedModel, criteria: StoppingCriteriaList) -> int | None:
-    """The length no draft may reach beyond: where the text ends, or the target's positions do."""
-    positions = compat.max_positions(model.config)
-    limits = [criteria.max_length, None if positions is None else positions + 1]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    """The width of the logits."""
-    width = getattr(model.get_output_embeddings(), "out_features", None)
-    return width if isinstance(width, int) else int(model.config.get_text_config(decoder=True).vocab_size)
-
-
-def _rule(options: Options, generation_config: GenerationConfig, noise: SeededNoise) -> Rule:
-    if not generation_config.do_sample:
+def _rule(options: Options, prepared: Prepared, noise: SeededNoise | RowNoise) -> Rule:
+    if not prepared.generation_config.do_sample:
         return Greedy()
     return Seeded(noise) if options.acceptance == "seeded" else Rejection()
 
 
-def _padding_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The prompt's mask if it hides something of these very ids."""
-    mask: torch.Tensor | None = model_kwargs.get("attention_mask")
-    if mask is None or mask.shape != input_ids.shape or bool(mask.all()):
-        return None
-    return mask
+def _joined(transcripts: list[Transcript]) -> torch.Tensor:
+    """The rows' texts `[batch, length]`, those that ended early filled up as vanilla fills them."""
+    longest = max(each.length for each in transcripts)
+    return torch.cat([pad(each.input_ids, (0, longest - each.length), value=each.pad_id or 0) for each in transcripts])
 
 
 def _failure_counter(call: Call) -> Callable[[str], None]:

@@ -4,50 +4,57 @@ Every name below is one of DESIGN's words. What a call may do differently is dec
 """
 
 import time
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from hfspec import compat
 from hfspec.accept.walk import Transcript, walk
 from hfspec.budget.controller import Controller
 from hfspec.budget.timing import measured
-from hfspec.draft.base import DraftSession
+from hfspec.draft.guard import Guard
 from hfspec.metrics import Metrics
-from hfspec.target.forward import Target
+from hfspec.rounds import Draft, Outcome, Round
+from hfspec.target.forward import RaggedTarget, Target
 
 
 def generate(
     target: Target,
-    drafter: DraftSession,
-    transcript: Transcript,
+    drafter: Guard,
+    transcripts: Sequence[Transcript],
     controller: Controller,
     metrics: Metrics,
     max_length: int | None,
 ) -> None:
-    """Write `transcript` to its end.
+    """Write the transcripts to their ends.
 
     Args:
-        drafter: must answer a budget of 0 tokens with an empty draft.
+        transcripts: one for all rows, or one for each row of a `RaggedTarget`.
         max_length: length that no draft may reach beyond, if there is one.
     """
     started = time.perf_counter()
     try:
-        _prefill(target, transcript, metrics)
+        _prefill(target, transcripts, metrics)
         with compat.decoding(target.model):
-            while not transcript.is_finished:
-                num_remaining = None if max_length is None else max_length - transcript.input_ids.shape[1]
-                _round(target, drafter, transcript, controller, metrics, num_remaining)
+            at_work = transcripts
+            while at_work := _unfinished(at_work, target, drafter):
+                _round(target, drafter, at_work, controller, metrics, max_length)
     finally:
-        metrics.new_tokens += transcript.num_new
+        metrics.new_tokens += sum(each.num_new * each.num_rows for each in transcripts)
+        metrics.steps += max(0, max(each.num_new for each in transcripts) - 1)
         metrics.total_seconds += time.perf_counter() - started
 
 
-def _prefill(target: Target, transcript: Transcript, metrics: Metrics) -> None:
+def _prefill(target: Target, transcripts: Sequence[Transcript], metrics: Metrics) -> None:
     """Read the prompt and commit the first token: before any drafting, as soon as in vanilla."""
     started = time.perf_counter()
-    with measured(transcript.input_ids.device) as prefill:
-        verified = target.prefill(transcript.input_ids)
+    prompts = torch.cat([each.input_ids for each in transcripts])
+    with measured(prompts.device) as prefill:
+        verified = target.prefill(prompts)
     with compat.decoding(target.model):
-        transcript.record.add_states(verified, 0)
-        transcript.append(verified.logits[:, 0])
+        for transcript, rows in _with_rows(transcripts):
+            transcript.record.add_states(verified, 0)
+            transcript.append(verified.logits[rows, 0])
     metrics.prefills += 1
     metrics.prefill_seconds += prefill.seconds
     metrics.ttft_seconds += time.perf_counter() - started
@@ -55,24 +62,74 @@ def _prefill(target: Target, transcript: Transcript, metrics: Metrics) -> None:
 
 def _round(
     target: Target,
-    drafter: DraftSession,
-    transcript: Transcript,
+    drafter: Guard,
+    transcripts: Sequence[Transcript],
     controller: Controller,
     metrics: Metrics,
-    num_remaining: int | None,
+    max_length: int | None,
 ) -> None:
     """Draft, verify, accept, commit."""
-    device = transcript.input_ids.device
+    texts = [each.input_ids[row : row + 1] for each in transcripts for row in range(each.num_rows)]
+    device = texts[0].device
     started = time.perf_counter()
 
-    budget = controller.next_round(num_remaining)
+    num_remaining = None if max_length is None else max_length - min(each.length for each in transcripts)
+    budget = controller.next_round(num_remaining, len(texts), target.num_unread)
     with measured(device) as drafting:
-        draft = drafter.propose(transcript.input_ids, budget)
+        drafts = drafter.propose(texts, budget)
+    drafts = _trimmed(drafts, transcripts, max_length)
     with measured(device) as verifying:
-        verified = target.verify(transcript.input_ids, draft.token_ids)
-    outcome = walk(transcript, draft, verified)
-    target.keep(transcript.num_new, outcome.num_committed)
-    drafter.observe(outcome)
+        verified = target.verify(texts, [draft.token_ids for draft in drafts])
+    outcomes: list[Outcome] = []
+    for transcript, rows in _with_rows(transcripts):
+        outcome = walk(transcript, drafts[rows], verified.of_rows(rows))
+        outcomes += [outcome] * transcript.num_rows
+    target.keep([outcome.num_committed for outcome in outcomes])
+    if budget.num_tokens:
+        drafter.observe(outcomes)
 
-    metrics.count_round(draft, outcome, drafting.seconds, verifying.seconds)
-    controller.observe(draft, outcome, drafting.seconds, verifying.seconds, time.perf_counter() - started)
+    seconds = (drafting.seconds, verifying.seconds, time.perf_counter() - started)
+    round_ = Round(drafts, outcomes, len(transcripts) < len(texts), verified.num_read, *seconds)
+    metrics.count_round(round_)
+    controller.observe(round_)
+
+
+def _unfinished(transcripts: Sequence[Transcript], target: Target, drafter: Guard) -> Sequence[Transcript]:
+    """Those that go on; rows that have ended by themselves leave target and draft."""
+    rows = [row for row, each in enumerate(transcripts) if not each.is_finished]
+    if isinstance(target, RaggedTarget) and 0 < len(rows) < len(transcripts):
+        target.select(rows)
+        drafter.select(rows)
+    return [transcripts[row] for row in rows]
+
+
+def _trimmed(drafts: list[Draft], transcripts: Sequence[Transcript], max_length: int | None) -> list[Draft]:
+    """No draft beyond a text's last token; rows in step get drafts of one length, or the padding that is due."""
+    trimmed: list[Draft] = []
+    for transcript, rows in _with_rows(transcripts):
+        most = min(
+            (
+                drafts[row].num_tokens
+                for row in range(*rows.indices(len(drafts)))
+                if not transcript.is_padded(row - rows.start)
+            ),
+            default=0,
+        )
+        if max_length is not None:
+            most = max(0, min(most, max_length - transcript.length - 1))
+        for row, draft in enumerate(drafts[rows]):
+            trimmed.append(_padding(draft, transcript.pad_id, most) if transcript.is_padded(row) else draft.cut(most))
+    return trimmed
+
+
+def _padding(like: Draft, pad_id: int | None, num_tokens: int) -> Draft:
+    """What surely comes after the end of a row."""
+    return Draft(torch.full((1, num_tokens), pad_id or 0, dtype=torch.long, device=like.token_ids.device))
+
+
+def _with_rows(transcripts: Sequence[Transcript]) -> Iterator[tuple[Transcript, slice]]:
+    """Each transcript with its rows, as they lie in the batch at work."""
+    start = 0
+    for transcript in transcripts:
+        yield transcript, slice(start, start + transcript.num_rows)
+        start += transcript.num_rows

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from hfspec.rounds import Draft, Outcome
+from hfspec.rounds import Round
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -28,7 +28,10 @@ class Metrics:
         calls: `generate()` calls counted in here.
         speculative_calls: those of them in which something was drafted.
         new_tokens: tokens generated, whichever way.
+        steps: forwards after the prompt's that plain decoding would have made in hfspec's place.
+        host_steps: the same for calls that the host decoded plainly; it made them.
         rounds: target forwards over a draft of at least one token.
+        row_rounds: the same, counted for each row at work: equal to `rounds` without batches.
         plain_rounds: target forwards without a draft (the prompt's not counted).
         prefills: target forwards over a prompt.
         committed_tokens: tokens those rounds committed, recovered and bonus tokens included.
@@ -44,12 +47,16 @@ class Metrics:
         total_seconds: from the first prefill to the last token.
         ttft_seconds: from the start to the first token, one entry's worth per call.
         fallback_reasons: why calls (or their rest) ran plain, with how often.
+        lockstep_reasons: why the rows of a batch had to keep in step, each waiting for the others, with how often.
     """
 
     calls: int = 0
     speculative_calls: int = 0
     new_tokens: int = 0
+    steps: int = 0
+    host_steps: int = 0
     rounds: int = 0
+    row_rounds: int = 0
     plain_rounds: int = 0
     prefills: int = 0
     committed_tokens: int = 0
@@ -68,27 +75,31 @@ class Metrics:
     total_seconds: float = 0.0
     ttft_seconds: float = 0.0
     fallback_reasons: Counter[str] = field(default_factory=Counter)
+    lockstep_reasons: Counter[str] = field(default_factory=Counter)
 
-    def count_round(self, draft: Draft, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
+    def count_round(self, round_: Round) -> None:
         """Count one target forward after the prompt's."""
-        self.budget_histogram[draft.num_tokens] += 1
-        if draft.num_tokens == 0:
+        self.budget_histogram[round_.num_drafted] += 1
+        if round_.num_drafted == 0:
             self.plain_rounds += 1
-            self.plain_seconds += verify_seconds
+            self.plain_seconds += round_.verify_seconds
             return
         self.rounds += 1
-        self.verify_seconds += verify_seconds
-        if draft.caught_up:
-            self.draft_prefill_seconds += draft_seconds
+        self.row_rounds += round_.num_rows
+        self.verify_seconds += round_.verify_seconds
+        if round_.caught_up:
+            self.draft_prefill_seconds += round_.draft_seconds
         else:
-            self.draft_seconds += draft_seconds
-            self.timed_draft_tokens += draft.num_tokens
-        self.committed_tokens += outcome.num_committed
-        self.drafted_tokens += draft.num_tokens
-        self.accepted_tokens += outcome.num_accepted
-        self.rejected_rounds += outcome.num_accepted < outcome.num_judged
-        self.drafted_by_depth.update(range(1, outcome.num_judged + 1))
-        self.accepted_by_depth.update(range(1, outcome.num_accepted + 1))
+            self.draft_seconds += round_.draft_seconds
+            self.timed_draft_tokens += round_.num_drafted
+        for draft, outcome in zip(round_.drafts, round_.outcomes, strict=True):
+            self.committed_tokens += outcome.num_committed
+            self.drafted_tokens += draft.num_tokens
+            self.accepted_tokens += outcome.num_accepted
+        self.rejected_rounds += any(each.num_accepted < each.num_judged for each in round_.outcomes)
+        for _, outcome in round_.verdicts:
+            self.drafted_by_depth.update(range(1, outcome.num_judged + 1))
+            self.accepted_by_depth.update(range(1, outcome.num_accepted + 1))
 
     def add(self, other: "Metrics") -> None:
         """Add another call's counts to these."""
@@ -113,8 +124,8 @@ class Metrics:
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Tokens committed per target forward with a draft, recovered and bonus tokens included."""
-        return _ratio(self.committed_tokens, self.rounds)
+        """Tokens a row committed per target forward with a draft, recovered and bonus tokens included."""
+        return _ratio(self.committed_tokens, self.row_rounds)
 
     @property
     def rollback_rate(self) -> float | None:
@@ -129,11 +140,11 @@ class Metrics:
     @property
     def target_forward_passes_saved(self) -> int:
         """Forwards that plain decoding would have made beyond these."""
-        return self.committed_tokens - self.rounds
+        return self.steps - self.rounds - self.plain_rounds
 
     @property
     def draft_latency_ms(self) -> float | None:
-        """Mean time of one draft token (rounds that also read the prompt left out)."""
+        """Mean time of one draft token, of all rows together (rounds that also read the prompt left out)."""
         return _ratio(1e3 * self.draft_seconds, self.timed_draft_tokens)
 
     @property
@@ -165,8 +176,8 @@ class Metrics:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per token after the first (all tokens of calls that the host decoded plainly)."""
-        return _ratio(1e3 * (self.total_seconds - self.ttft_seconds), self.new_tokens - self.prefills)
+        """Mean time per token after the first (per token of calls that the host decoded plainly); rows count as one."""
+        return _ratio(1e3 * (self.total_seconds - self.ttft_seconds), self.steps + self.host_steps)
 
     @property
     def fallback_reason(self) -> str | None:
@@ -210,6 +221,8 @@ class Stats:
         yield table
         for reason, times in self.total.fallback_reasons.items():
             yield f"ran plain {times}×: {reason}"
+        for reason, times in self.total.lockstep_reasons.items():
+            yield f"rows kept in step {times}×: {reason}"
 
     def __str__(self) -> str:
         console = Console(width=88, color_system=None)

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hfspec import compat, decode
 from hfspec.config import CALL_OPTIONS, Acceptance, DraftBudget, OnUnsupported, Options, reject_misspelt, reject_unknown
-from hfspec.drafting import Drafting, DraftLike, find_drafting
+from hfspec.drafting import Drafting, DraftLike, find_drafting, wrapped_hint
 from hfspec.errors import PatchError
 from hfspec.metrics import Stats
 
@@ -169,10 +169,9 @@ def _check_outermost(model: PreTrainedModel) -> None:
 def _check_target(model: object) -> None:
     if isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin):
         return
-    inner = next((name for name in ("_orig_mod", "base_model", "module") if hasattr(model, name)), None)
-    hint = f"; it wraps one: patch that first (see its .{inner})" if inner else ""
     raise PatchError(
-        f"hfspec.patch() takes a transformers model that can generate(); this is a {type(model).__name__}{hint}."
+        f"hfspec.patch() takes a transformers model that can generate(); "
+        f"this is a {type(model).__name__}{wrapped_hint(model)}."
     )
 
 
@@ -212,6 +211,20 @@ def _patched_class(base: Any, new: _Patch) -> Any:
         with _call_on(self) as call:
             return decode.sample(call, functools.partial(base._sample, self), *args, **kwargs)
 
+    encode = getattr(base, compat.ENCODER_METHOD)
+
+    @functools.wraps(encode)
+    def prepare_encoder(
+        self: Any, inputs_tensor: Any, model_kwargs: Any, model_input_name: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # The decoding loop sees what the encoder made of its input; a draft with an encoder needs the input.
+        with _call_on(self) as call:
+            mask = model_kwargs.get("attention_mask")
+            call.encoder_inputs = {model_input_name or self.main_input_name: inputs_tensor}
+            if mask is not None:
+                call.encoder_inputs["attention_mask"] = mask
+            return encode(self, inputs_tensor, model_kwargs, model_input_name, *args, **kwargs)
+
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         # Pickled, it is the plain model: the patch belongs to this process.
         make, arguments, *rest = base.__reduce_ex__(self, max(protocol, 2))
@@ -228,6 +241,7 @@ def _patched_class(base: Any, new: _Patch) -> Any:
 
     members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {_PATCH_ATTRIBUTE: new, "generate": generate, compat.SAMPLE_METHOD: _sample}
+    members[compat.ENCODER_METHOD] = prepare_encoder
     members |= {"__reduce_ex__": __reduce_ex__, "__deepcopy__": __deepcopy__}
     members |= {name: plain(name, mode) for name, mode in compat.OTHER_DECODING_METHODS.items() if hasattr(base, name)}
     return type(base)(base.__name__, (base,), members)
@@ -248,10 +262,9 @@ def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
         given["budget"] = DraftBudget.parse(given.pop("draft_budget"))
     options = dataclasses.replace(mine.options, **given)
     drafting = mine.drafting if draft is None else _remembered(mine, model, draft, options)
-    experience = mine.state.experience_with(drafting.drafter)
     has_own_cache = any(kwargs.get(name) is not None for name in compat.CACHE_KEYS)
     has_host_loop = _base_class(model)._sample is GenerationMixin._sample
-    return decode.Call(model, options, drafting, experience, mine.state, has_host_loop, has_own_cache)
+    return decode.Call(model, options, drafting, mine.state, has_host_loop, has_own_cache)
 
 
 def _remembered(mine: _Patch, model: PreTrainedModel, draft: DraftLike, options: Options) -> Drafting:

@@ -30,7 +30,6 @@ REPEATED = torch.cat([prompt(5), prompt(5), prompt(5)], dim=-1)
 PLAIN_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "beam search"),
     "sampled beams": ({"num_beams": 2, "do_sample": True}, "beam search"),
-    "several sequences": ({"num_return_sequences": 2, "do_sample": True}, "2 rows"),
     "an assistant": ({"assistant_model": build(seed=1)}, "assisted generation"),
     # Prompt lookup without an end-of-text token raises in vanilla 4.57.
     "prompt lookup": (
@@ -38,7 +37,6 @@ PLAIN_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         "assisted generation",
     ),
     "no cache": ({"use_cache": False}, "use_cache=False"),
-    "static cache": ({"cache_implementation": "static", "disable_compile": True}, "StaticCache"),
     "speculate=False": ({"speculate": False}, "speculate=False"),
     "a budget of 0": ({"draft_budget": 0}, "budget is 0"),
 }
@@ -68,41 +66,96 @@ def test_what_cannot_be_sped_up_runs_plain_with_the_reason(name):
     assert stats.new_tokens == plain.shape[0] * (plain.shape[1] - REPEATED.shape[1])
 
 
-def test_a_batch_runs_plain_with_the_reason():
-    """Case 10, until batches are sped up: two rows give vanilla's rows."""
-    ids = torch.cat([prompt(6), prompt(6, seed=1)])
-    both(shared(), noisy(), ids, NEW).assert_same().assert_plain("batches", "2 rows")
+BATCH = torch.cat([prompt(6), prompt(6, seed=1), prompt(6, seed=2)])
+
+#: Calls that other tools for speculative decoding refuse, or that once ran plain here.
+FAST_CALLS: dict[str, tuple[torch.Tensor | None, dict[str, Any]]] = {
+    "a batch": (BATCH, {}),
+    "a sampled batch": (BATCH, {"do_sample": True}),
+    "several sequences": (prompt(), {"num_return_sequences": 3, "do_sample": True}),
+    "several sequences of a batch": (BATCH, {"num_return_sequences": 2, "do_sample": True}),
+    "a batch with scores": (BATCH, {"return_dict_in_generate": True, "output_scores": True, "do_sample": True}),
+    "a batch that ends by a token": (BATCH, {"eos_token_id": list(range(10, 30)), "pad_token_id": PAD}),
+    "a sampled batch that ends": (BATCH, {"eos_token_id": list(range(10, 30)), "pad_token_id": PAD, "do_sample": True}),
+    "a batch with a processor of the user's": (BATCH, {"repetition_penalty": 1.3, "encoder_repetition_penalty": 1.2}),
+    "static cache": (prompt(), {"cache_implementation": "static", "disable_compile": True}),
+    "static cache, a batch": (BATCH, {"cache_implementation": "static", "disable_compile": True}),
+    "embeddings": (None, {"inputs_embeds": shared().get_input_embeddings()(prompt(6)).detach()}),
+    "embeddings, a batch": (None, {"inputs_embeds": shared().get_input_embeddings()(BATCH).detach()}),
+}
 
 
-def test_embeddings_run_plain_with_the_reason():
-    """A prompt given as embeddings cannot be read by a draft."""
-    embeddings = shared().get_input_embeddings()(prompt(6)).detach()
-    both(shared(), noisy(), None, NEW | {"inputs_embeds": embeddings}).assert_same().assert_plain("embeddings")
+@pytest.mark.parametrize("name", FAST_CALLS)
+def test_calls_of_every_shape_are_sped_up(name):
+    """Case 10: batches, several sequences, static caches and embeddings give vanilla's result, with drafts."""
+    ids, call = FAST_CALLS[name]
+    pair = both(build(), noisy(), ids, NEW | call, draft_budget=3).assert_same().assert_drafted()
+    num_rows = getattr(pair.fast, "sequences", pair.fast).shape[0]
+    assert pair.stats.new_tokens <= num_rows * NEW["max_new_tokens"]
+    is_readable = ids is not None  # a draft that has not seen the prompt is hardly ever right
+    assert pair.stats.accepted_tokens > 0 or num_rows > 1 or not is_readable
 
 
-def test_a_static_cache_handed_in_runs_plain():
-    """A user's cache that cannot be rolled back is used as vanilla uses it."""
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "mistral"])
+def test_a_padded_batch_is_sped_up(arch, do_sample):
+    """Prompts of several lengths, padded at the left, each go on at their own pace to vanilla's text."""
+    model = shared(arch, attn="sdpa")
+    texts = [prompt(length, seed=length) for length in (4, 11, 7)]
+    ids = torch.cat([torch.nn.functional.pad(text, (11 - text.shape[1], 0), value=PAD) for text in texts])
+    call = {"max_new_tokens": 40, "attention_mask": (ids != PAD).long(), "do_sample": do_sample}
+    pair = both(model, noisy(arch, attn="sdpa"), ids, call, draft_budget=3).assert_same().assert_drafted()
+    assert pair.stats.accepted_tokens > 0
+    assert not pair.stats.lockstep_reasons
+
+
+def test_why_rows_keep_in_step_is_kept():
+    """A batch that somebody watches goes on row by row no more, and the reason is counted; it is no fallback."""
+    pair = both(shared(), noisy(), BATCH, NEW | {"return_dict_in_generate": True}, draft_budget=3).assert_same()
+    pair.assert_drafted()
+    assert pair.stats.lockstep_reasons.total() == 1
+
+
+def test_a_static_cache_handed_in_is_sped_up():
+    """A user's static cache is filled as vanilla fills it, where forwards are not compiled for it."""
 
     def call() -> dict[str, Any]:
         cache = StaticCache(config=shared().config, max_cache_len=64)
-        return NEW | {compat.CACHE_KEY: cache, "disable_compile": True}
+        return NEW | {compat.CACHE_KEY: cache, "disable_compile": True, "return_dict_in_generate": True}
 
-    both(shared(), noisy(), prompt(), call).assert_same().assert_plain("StaticCache")
-
-
-@pytest.mark.parametrize(("arch", "words"), [("t5", "encoder-decoder"), ("mamba", "ache"), ("mistral", "ache")])
-def test_targets_that_cannot_be_sped_up_run_plain(arch, words):
-    """Case 21: encoder-decoder, recurrent and sliding-window targets give vanilla's tokens, with the reason."""
-    model = build(arch)
-    both(model, noisy(), prompt(12), NEW).assert_same().assert_plain(words)
+    both(shared(), noisy(), prompt(), call, draft_budget=3).assert_same().assert_drafted()
 
 
-@pytest.mark.parametrize("arch", ["t5", "mamba", "mistral"])
-def test_drafts_that_cannot_draft_run_plain(arch):
-    """Case 21: drafts whose state cannot be rolled back are told from the config, before any call."""
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("arch", "num_rows"), [("t5", 1), ("t5", 3), ("mistral", 1), ("mistral", 3)])
+def test_targets_of_other_kinds_are_sped_up(arch, num_rows, do_sample):
+    """Case 21: encoder-decoder and sliding-window targets give vanilla's tokens, with drafts of their kind."""
+    model, ids = shared(arch), torch.cat([prompt(12, seed=seed) for seed in range(num_rows)])
+    call = {"max_new_tokens": 30, "do_sample": do_sample}
+    pair = both(model, noisy(arch), ids, call, draft_budget=3).assert_same().assert_drafted()
+    assert pair.stats.accepted_tokens > 0 or num_rows > 1
+
+
+def test_a_target_that_forgets_runs_plain():
+    """Case 21: a target that cannot read several tokens at once gives vanilla's tokens, with the reason."""
+    both(build("mamba"), noisy(), prompt(12), NEW).assert_same().assert_plain("several tokens")
+
+
+@pytest.mark.parametrize(("arch", "words"), [("t5", "encoder"), ("mamba", "draft model cannot draft")])
+def test_drafts_that_cannot_draft_run_plain(arch, words):
+    """Case 21: drafts that read something else, or cannot take a token back, leave vanilla's tokens and a reason."""
     call = NEW | {"do_sample": True}
-    pair = both(shared(), build(arch), prompt(12), call, draft_budget=3).assert_same()
-    pair.assert_plain("draft model cannot draft")
+    both(shared(), build(arch), prompt(12), call, draft_budget=3).assert_same().assert_plain(words)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_draft_with_windows_drafts(num_rows):
+    """Case 21: a sliding-window draft is rolled back as any other, far beyond its window."""
+    ids = torch.cat([prompt(12, seed=seed) for seed in range(num_rows)])
+    target = build(num_hidden_layers=2)
+    target.load_state_dict(shared("mistral").state_dict())
+    call = {"max_new_tokens": 40, "do_sample": True}
+    both(target, shared("mistral"), ids, call, draft_budget=3).assert_same().assert_drafted()
 
 
 def test_other_ways_to_decode_are_seen():
@@ -450,3 +503,91 @@ def test_a_text_beyond_the_targets_positions_goes_on_plain(budget):
     """Where vanilla writes past `max_position_embeddings` (RoPE can), so does a patched model, without drafts there."""
     model = build(max_position_embeddings=20)
     both(model, noisy(), prompt(), {"max_new_tokens": 40, "eos_token_id": None}, draft_budget=budget).assert_same()
+
+
+# Rows of a batch
+
+
+class Watching(DraftSource, DraftSession):
+    """Notes which row each session is for, how its text grows and when it is stopped."""
+
+    def __init__(self, row: int = -1, log: list[Any] | None = None) -> None:
+        self.row, self.log = row, [] if log is None else log
+
+    def start(self, context: Context) -> DraftSession:
+        return Watching(context.row, self.log)
+
+    def propose(self, input_ids: torch.Tensor, budget: Any) -> Draft:
+        self.log.append((self.row, input_ids.shape[1]))
+        return Draft(rows(*[5 + self.row] * min(self.row + 1, budget.num_tokens)))
+
+    def stop(self) -> None:
+        self.log.append((self.row, "stop"))
+
+
+def test_rows_that_end_are_not_drafted_for_any_more():
+    """Each row has a session of its own, which is stopped when its row ends, once."""
+    texts = plain_text(shared(), BATCH, max_new_tokens=12)
+    eos = int(texts[1, 6 + 3])
+    call = {"max_new_tokens": 12, "eos_token_id": eos, "pad_token_id": PAD}
+    source = Watching()
+    both(shared(), source, BATCH, call, draft_budget=4).assert_same().assert_drafted()
+    by_row = [[what for row, what in source.log if row == each] for each in range(3)]
+    assert all(log.count("stop") == 1 and log[-1] == "stop" for log in by_row)
+    assert max(length for length in by_row[1][:-1]) <= 6 + 4
+    assert len(by_row[0]) > len(by_row[1])
+
+
+def test_drafts_of_several_lengths_are_verified_together():
+    """Rows may be proposed different numbers of tokens, none included; each is judged by its own."""
+    texts = plain_text(shared(), BATCH, **NEW)
+
+    class Uneven(Watching):
+        def start(self, context: Context) -> DraftSession:
+            return Uneven(context.row)
+
+        def propose(self, input_ids: torch.Tensor, budget: Any) -> Draft:
+            at = input_ids.shape[1]
+            return Draft(texts[self.row : self.row + 1, at : at + 2 * self.row])
+
+    pair = both(shared(), Uneven(), BATCH, NEW, draft_budget=4).assert_same().assert_drafted()
+    assert pair.stats.acceptance_rate == 1.0
+    assert set(pair.stats.budget_histogram) >= {4}
+
+
+def test_a_source_that_fails_in_one_row_ends_drafting_for_all():
+    """The call goes on plainly, to vanilla's text."""
+
+    class Fails(Watching):
+        def start(self, context: Context) -> DraftSession:
+            return Fails(context.row)
+
+        def propose(self, input_ids: torch.Tensor, budget: Any) -> Draft:
+            if self.row == 2 and input_ids.shape[1] > 9:
+                raise BrokenError
+            return Draft(rows(5))
+
+    pair = both(shared(), Fails(), BATCH, NEW, draft_budget=4).assert_same()
+    assert "BrokenError" in pair.stats.fallback_reason
+    assert pair.stats.rounds > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_an_error_in_a_batch_passes_through(do_sample):
+    """What the target raises while rows are at different places reaches the user, and the next call is right."""
+    model, num_calls = build(), [0]
+    call = NEW | {"do_sample": do_sample}
+
+    def fail(*args: Any) -> None:
+        num_calls[0] += 1
+        if num_calls[0] == 4:
+            raise BrokenError("in the target")
+
+    expected = plain_text(model, BATCH, **call)
+    with hfspec.patched(model, noisy(), draft_budget=4):
+        hook = model.register_forward_pre_hook(fail)
+        with pytest.raises(BrokenError, match="in the target"):
+            model.generate(BATCH, **call)
+        hook.remove()
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(BATCH, **call), expected)

@@ -1,34 +1,46 @@
 """What `return_dict_in_generate` asks for, gathered token by token as vanilla gathers it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.generation import GenerationConfig
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.utils import ModelOutput
 
 from hfspec import compat
 from hfspec.rounds import Verified
+
+#: What a decoder-only model and the decoder of an encoder-decoder model call their states.
+_STATES = {"attentions": "attentions", "hidden_states": "hidden_states"}
+_DECODER_STATES = {
+    "decoder_attentions": "attentions",
+    "cross_attentions": "attentions",
+    "decoder_hidden_states": "hidden_states",
+}
 
 
 class Record:
     """Scores, logits, hidden states and attentions of the committed tokens.
 
+    Args:
+        encoder_outputs: of an encoder-decoder model; `None` for others.
+
     Attributes:
-        scores: one processed `[1, vocab]` a token, or `None` if not asked for; stopping criteria see it.
+        scores: one processed `[rows, vocab]` a token, or `None` if not asked for; stopping criteria see it.
     """
 
-    def __init__(self, generation_config: GenerationConfig) -> None:
-        def wanted(flag: bool | None) -> tuple[Any, ...] | None:
-            return () if generation_config.return_dict_in_generate and flag else None
-
+    def __init__(self, generation_config: GenerationConfig, encoder_outputs: ModelOutput | None = None) -> None:
         self._returns_dict = bool(generation_config.return_dict_in_generate)
-        self.scores = wanted(generation_config.output_scores)
-        self._logits = wanted(generation_config.output_logits)
-        self._attentions = wanted(generation_config.output_attentions)
-        self._hidden_states = wanted(generation_config.output_hidden_states)
+        self._encoder_outputs = encoder_outputs
+        self._states: dict[str, tuple[Any, ...] | None] = {}
+        for name, kind in (_STATES if encoder_outputs is None else _DECODER_STATES).items():
+            self._states[name] = self._begun(getattr(generation_config, f"output_{kind}"))
+        self.scores = self._begun(generation_config.output_scores)
+        self._logits = self._begun(generation_config.output_logits)
 
     def add_scores(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Take one token's processed scores and raw logits, `[1, vocab]` each."""
+        """Take one token's processed scores and raw logits, `[rows, vocab]` each."""
         if self.scores is not None:
             self.scores += (scores,)
         if self._logits is not None:
@@ -36,20 +48,24 @@ class Record:
 
     def add_states(self, verified: Verified, index: int) -> None:
         """Take the states of the `index`-th token of a target forward."""
-        if self._attentions is not None:
-            self._attentions += (verified.attentions_at(index),)
-        if self._hidden_states is not None:
-            self._hidden_states += (verified.hidden_states_at(index),)
+        for name, states in self._states.items():
+            if states is not None:
+                get = verified.attentions_at if "attentions" in name else verified.hidden_states_at
+                self._states[name] = (*states, get(index, name))
 
-    def output(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """What vanilla's `_sample` would return."""
+    def output(self, input_ids: torch.Tensor, make_cache: Callable[[], Any]) -> Any:
+        """What vanilla's `_sample` would return; the cache is asked for only if it is part of that."""
         if not self._returns_dict:
             return input_ids
-        return GenerateDecoderOnlyOutput(
-            sequences=input_ids,
-            scores=self.scores,
-            logits=self._logits,
-            attentions=self._attentions,
-            hidden_states=self._hidden_states,
-            **{compat.CACHE_KEY: cache},
-        )
+        cache = make_cache()
+        scores = {"sequences": input_ids, "scores": self.scores, "logits": self._logits}
+        if self._encoder_outputs is None:
+            return GenerateDecoderOnlyOutput(**scores, **self._states, **{compat.CACHE_KEY: cache})
+        encoder_states = {
+            f"encoder_{kind}": None if self._states[f"decoder_{kind}"] is None else self._encoder_outputs.get(kind)
+            for kind in ("attentions", "hidden_states")
+        }
+        return GenerateEncoderDecoderOutput(**scores, **encoder_states, **self._states, **{compat.CACHE_KEY: cache})
+
+    def _begun(self, flag: bool | None) -> tuple[Any, ...] | None:
+        return () if self._returns_dict and flag else None

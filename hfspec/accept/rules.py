@@ -4,12 +4,11 @@ A rule sees one position. `walk` goes on while the chosen token is the proposed 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
-
-from hfspec.sampling.noise import SeededNoise
 
 
 @dataclass(frozen=True)
@@ -20,17 +19,24 @@ class Proposal:
     probs: torch.Tensor | None = None
 
 
+class Draws(Protocol):
+    """Whatever draws as `torch.multinomial` would."""
+
+    def multinomial(self, probs: torch.Tensor) -> torch.Tensor:
+        """Draw a token id for each row of `probs` `[rows, vocab]`."""
+
+
 class Rule(ABC):
-    """Chooses the next token."""
+    """Chooses the next token of each row."""
 
     #: What a draft source is told about it.
     name: Literal["greedy", "seeded", "rejection"]
 
     @abstractmethod
-    def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
-        """Choose from `scores` `[1, vocab]` (float32, processed); return token ids `[1]`.
+    def choose(self, scores: torch.Tensor, proposals: Sequence[Proposal] | None) -> torch.Tensor:
+        """Choose from `scores` `[rows, vocab]` (float32, processed); return token ids `[rows]`.
 
-        `proposal` is `None` after the last draft token and in plain rounds.
+        `proposals`, one a row, is `None` after the last draft token and in plain rounds.
         """
 
 
@@ -39,7 +45,7 @@ class Greedy(Rule):
 
     name = "greedy"
 
-    def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+    def choose(self, scores: torch.Tensor, proposals: Sequence[Proposal] | None) -> torch.Tensor:
         """Choose the likeliest."""
         return scores.argmax(dim=-1)
 
@@ -49,10 +55,10 @@ class Seeded(Rule):
 
     name = "seeded"
 
-    def __init__(self, noise: SeededNoise) -> None:
+    def __init__(self, noise: Draws) -> None:
         self._noise = noise
 
-    def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
+    def choose(self, scores: torch.Tensor, proposals: Sequence[Proposal] | None) -> torch.Tensor:
         """Draw as vanilla draws."""
         return self._noise.multinomial(scores.softmax(dim=-1))
 
@@ -66,16 +72,19 @@ class Rejection(Rule):
 
     name = "rejection"
 
-    def choose(self, scores: torch.Tensor, proposal: Proposal | None) -> torch.Tensor:
-        """Accept the proposal, or draw a recovered or bonus token."""
+    def choose(self, scores: torch.Tensor, proposals: Sequence[Proposal] | None) -> torch.Tensor:
+        """Accept each row's proposal, or draw a recovered or bonus token."""
         target_probs = scores.softmax(dim=-1)
-        if proposal is None:
+        if proposals is None:
             return torch.multinomial(target_probs, num_samples=1).squeeze(1)
+        return torch.cat([self._judge(probs[None], each) for probs, each in zip(target_probs, proposals, strict=True)])
+
+    def _judge(self, target_probs: torch.Tensor, proposal: Proposal) -> torch.Tensor:
         draft_probs = self._law_of(proposal, target_probs)
-        coin = torch.rand((), device=scores.device, dtype=scores.dtype)
+        coin = torch.rand((), device=target_probs.device, dtype=target_probs.dtype)
         # Strict: a coin of exactly 0 must not accept a token that the target never gives.
         if coin * draft_probs[0, proposal.token_id] < target_probs[0, proposal.token_id]:
-            return torch.tensor([proposal.token_id], device=scores.device)
+            return torch.tensor([proposal.token_id], device=target_probs.device)
         residual = (target_probs - draft_probs).clamp_(min=0)
         # All zero only if both laws agree to the last bit, where rejection is rounding.
         if not bool(residual.sum() > 0):

@@ -79,6 +79,15 @@ def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[index] for index in sorted(index for _, index in sorted(turns)[:limit])]
 
 
+def as_text(tokenizer: Any, prompt: Prompt) -> str:
+    """What the model is to read, through the tokenizer's chat template where there is one."""
+    if prompt.is_raw or not tokenizer.chat_template:
+        return prompt.text
+    turn = [{"role": "user", "content": prompt.text}]
+    text: str = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    return text
+
+
 def encode(tokenizer: Any, prompt: Prompt, device: str) -> dict[str, torch.Tensor]:
     """Input ids `[1, length]` and their mask, through the tokenizer's chat template where there is one."""
     if prompt.is_raw or not tokenizer.chat_template:

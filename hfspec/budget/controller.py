@@ -5,7 +5,7 @@ One `Controller` serves one call. What it measures goes into the pair's `Experie
 
 from hfspec.budget.cost import Experience
 from hfspec.config import DraftBudget
-from hfspec.rounds import Draft, Outcome, RoundBudget
+from hfspec.rounds import Round, RoundBudget
 
 #: Rounds that feel the way, at first and after a pause, and rounds after them before what they brought is judged.
 _TRIAL_ROUNDS, _JUDGED_ROUNDS = 4, 6
@@ -15,6 +15,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
 _BEARABLE_LOSS = 0.03
 #: The target's forward over a single token is measured again after so many rounds.
 _PLAIN_EVERY = 60
+#: Committed tokens that a cache which had to go back may still have to read; beyond, a plain round reads them.
+_MOST_UNREAD = 8
 #: Where the ratio policy begins a call: Hugging Face's own long-time default.
 _RATIO_START = 5
 
@@ -22,9 +24,9 @@ _RATIO_START = 5
 class _Prospects:
     """What drafting further is expected to bring in one round, at the costs and acceptance known at its start."""
 
-    def __init__(self, experience: Experience, max_tokens: int) -> None:
+    def __init__(self, experience: Experience, max_tokens: int, num_unread: int) -> None:
         self._acceptance = experience.acceptance
-        self._seconds = experience.costs.rounds(max_tokens)
+        self._seconds = experience.costs.rounds(max_tokens, num_unread)
         self._max_tokens = max_tokens
         # The time spent is worth what the best known way of decoding makes of it: the stopping rule that
         # maximises tokens per second over many rounds (renewal reward).
@@ -62,21 +64,26 @@ class _Prospects:
 
 
 class _WorthwhileBudget(RoundBudget):
-    """A budget that ends where drafting on is not expected to pay, given the confidences so far."""
+    """A budget that ends where drafting on is not expected to pay, given the confidences so far.
 
-    def __init__(self, num_tokens: int, prospects: _Prospects, experience: Experience) -> None:
+    Rows that share forwards go on together, as long as the mean of them gains.
+    """
+
+    def __init__(self, num_tokens: int, prospects: _Prospects, experience: Experience, num_rows: int) -> None:
         super().__init__(num_tokens, reads_confidence=True)
         self._prospects = prospects
         self._acceptance = experience.acceptance
-        self._path = 1.0
+        self._paths = [1.0] * num_rows
         self._num_drafted = 0
 
-    def allows_another(self, confidence: float) -> bool:
+    def allows_another(self, *confidences: float) -> bool:
         # The token just drafted stays in the draft either way, so stopping here never biases the
         # result.
-        self._path *= self._acceptance.at_confidence(confidence)
+        self._paths = [
+            path * self._acceptance.at_confidence(each) for path, each in zip(self._paths, confidences, strict=True)
+        ]
         self._num_drafted += 1
-        return self._prospects.are_good(self._num_drafted, self._path)
+        return self._prospects.are_good(self._num_drafted, sum(self._paths) / len(self._paths))
 
 
 class Controller:
@@ -87,27 +94,36 @@ class Controller:
         experience: what is known about the pair, shared between calls.
         reads_confidence: whether the source's confidence can be read during a round. Where it cannot, the
             length is planned before the round.
+        num_rows: rows at work at first.
     """
 
-    def __init__(self, budget: DraftBudget, experience: Experience, reads_confidence: bool) -> None:
+    def __init__(self, budget: DraftBudget, experience: Experience, reads_confidence: bool, num_rows: int = 1) -> None:
         self._budget = budget
         self._experience = experience
         self._reads_confidence = reads_confidence
         self._asked_confidence = False
+        self._num_rows, self._num_unread = num_rows, 1
         self._ratio_tokens = min(max(_RATIO_START, budget.min_tokens), budget.max_tokens)
         self._may_pause = budget.policy == "measured" and budget.min_tokens == 0
+        experience.set_rows(num_rows)
         if self._may_pause:
             self._look_back()
         experience.costs.begin_call()
 
-    def next_round(self, num_remaining: int | None) -> RoundBudget:
+    def next_round(self, num_remaining: int | None, num_rows: int = 1, num_unread: int = 1) -> RoundBudget:
         """The budget of the next round.
 
         Args:
             num_remaining: tokens the call may still generate; `None` if unlimited. A round commits one
                 more than it drafts, so it never drafts that many. At 0 or less (a text that goes on beyond
                 the target's positions) rounds are plain.
+            num_rows: rows at work.
+            num_unread: committed tokens a row that the target has to read besides the draft.
         """
+        self._experience.set_rows(num_rows)
+        self._num_rows, self._num_unread = num_rows, num_unread
+        if num_unread > _MOST_UNREAD:
+            return RoundBudget(0)
         most = self._budget.max_tokens
         if num_remaining is not None:
             most = max(0, min(most, num_remaining - 1))
@@ -125,11 +141,11 @@ class Controller:
         on_trial = least == 0 and experience.rounds_on < _TRIAL_ROUNDS
         if on_trial:  # feel the way: one token at least, and each trial round may draft one more
             most = min(most, experience.rounds_on + 1)
-        prospects = _Prospects(experience, most)
+        prospects = _Prospects(experience, most, self._num_unread)
         if self._reads_confidence and experience.gives_confidence and least == 0:
             if on_trial or prospects.are_good(0, path=1.0):
                 self._asked_confidence = True
-                return _WorthwhileBudget(most, prospects, experience)
+                return _WorthwhileBudget(most, prospects, experience, self._num_rows)
         elif length := max(least, prospects.best_length(), int(on_trial)):
             return RoundBudget(length)
         self._pause()
@@ -139,41 +155,38 @@ class Controller:
         experience = self._experience
         return experience.pause > 0 or experience.costs.needs_plain or experience.rounds_since_plain >= _PLAIN_EVERY
 
-    def observe(
-        self,
-        draft: Draft,
-        outcome: Outcome,
-        draft_seconds: float,
-        verify_seconds: float,
-        round_seconds: float,
-    ) -> None:
+    def observe(self, round_: Round) -> None:
         """Learn from a finished round."""
         experience = self._experience
         costs = experience.costs
-        costs.add_forward(draft.num_tokens + 1, verify_seconds)
-        costs.overhead.add(max(0.0, round_seconds - draft_seconds - verify_seconds))
-        if draft.num_tokens == 0:
+        num_drafted, draft_seconds = round_.num_drafted, round_.draft_seconds
+        costs.add_forward(round_.num_read, round_.verify_seconds)
+        costs.overhead.add(max(0.0, round_.seconds - draft_seconds - round_.verify_seconds))
+        if num_drafted == 0:
             experience.rounds_since_plain = 0
             experience.pause = max(0, experience.pause - 1)
             return
         experience.rounds_since_plain += 1
         if self._asked_confidence:
-            experience.gives_confidence = bool(draft.confidences)
-        if draft.caught_up == 0:
-            costs.draft_token.add(draft_seconds / draft.num_tokens)
+            experience.gives_confidence = any(draft.confidences for draft in round_.drafts)
+        caught_up = round_.caught_up
+        if not caught_up:
+            costs.draft_token.add(draft_seconds / num_drafted)
         elif costs.draft_token.count == 0:
             # The first draft also reads the prompt: until one can be timed by itself, this is a fair guess.
             costs.draft_token.value = 0.5 * costs.forwards(1)[1]
-        experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
+        for draft, outcome in round_.verdicts:
+            experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
+        num_committed = round_.tokens_per_row
         if self._budget.policy == "ratio":
-            self._adapt_ratio(outcome.num_accepted / draft.num_tokens)
+            self._adapt_ratio((num_committed - 1) / num_drafted)
         elif self._may_pause:
             experience.rounds_on += 1
-            experience.tokens.add(outcome.num_committed)
-            seconds = costs.rounds(draft.num_tokens)[-1]
+            experience.tokens.add(num_committed)
+            seconds = costs.rounds(num_drafted, round_.num_read - num_drafted)[-1]
             experience.seconds.add(seconds)
-            reading = max(0.0, draft_seconds - draft.num_tokens * costs.draft_token.value) if draft.caught_up else 0.0
-            experience.seconds_lost += seconds + reading - outcome.num_committed * costs.rounds(0)[0]
+            reading = max(0.0, draft_seconds - num_drafted * costs.draft_token.value) if caught_up else 0.0
+            experience.seconds_lost += seconds + reading - num_committed * costs.rounds(0)[0]
             self._judge()
 
     def _adapt_ratio(self, rate: float) -> None:

@@ -4,6 +4,7 @@ These are measurements of a pair, kept from call to call; what a call chose is n
 of models. Writes from several threads may interleave: an estimate may then miss a value, nothing worse.
 """
 
+import copy
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -104,11 +105,11 @@ class Costs:
         result: list[float] = (seconds * (1 + _ASSUMED_SLOPE * beyond)).tolist()
         return result
 
-    def rounds(self, max_drafted: int) -> list[float]:
-        """Expected seconds of rounds with 0, 1, … `max_drafted` draft tokens."""
-        forwards = self.forwards(max_drafted + 1)
+    def rounds(self, max_drafted: int, num_unread: int = 1) -> list[float]:
+        """Expected seconds of rounds with 0, 1, … `max_drafted` draft tokens behind `num_unread` committed ones."""
+        forwards = self.forwards(max_drafted + num_unread)
         token, fixed = self.draft_token.value, self.overhead.value
-        return [drafted * token + forwards[drafted + 1] + fixed for drafted in range(max_drafted + 1)]
+        return [drafted * token + forwards[drafted + num_unread] + fixed for drafted in range(max_drafted + 1)]
 
     @property
     def needs_plain(self) -> bool:
@@ -162,6 +163,7 @@ class Experience:
     """All that is learned about one pair, and how long speculation stays off for it.
 
     Attributes:
+        costs: what things cost with the present number of rows.
         gives_confidence: whether the source says how sure it is of its tokens; taken to until it does not.
         tokens: committed per round with a draft.
         seconds: what those rounds cost, by `costs` (not by the clock, see `Seconds`).
@@ -174,6 +176,7 @@ class Experience:
     """
 
     costs: Costs = field(default_factory=Costs)
+    costs_by_size: dict[int, Costs] = field(default_factory=dict)
     acceptance: Acceptance = field(default_factory=Acceptance)
     gives_confidence: bool = True
     tokens: Average = field(default_factory=lambda: Average(weight=0.06))
@@ -183,6 +186,19 @@ class Experience:
     rounds_since_plain: int = 0
     pause: int = 0
     next_pause: int = 16
+
+    def set_rows(self, num_rows: int) -> None:
+        """Go on with the costs of so many rows at work: 1, 2, 3–4, 5–8, … share them.
+
+        A size that was never measured takes over what the last one cost, in proportion to a new plain forward.
+        """
+        size = (num_rows - 1).bit_length()
+        if not self.costs_by_size:
+            self.costs_by_size[size] = self.costs
+        if size not in self.costs_by_size:
+            self.costs_by_size[size] = copy.deepcopy(self.costs)
+            self.costs_by_size[size].begin_call()
+        self.costs = self.costs_by_size[size]
 
     @property
     def speculative_rate(self) -> float:

@@ -1,13 +1,14 @@
 """`SpeculativeCache`: keys and values written into preallocated buffers, so that a rollback is a length change.
 
-Vanilla's `DynamicCache` copies the whole cache for every token; this one writes each new slot once.
-Holds full-attention layers of one batch whose rows have one length. Knows nothing of drafts.
+Vanilla's `DynamicCache` copies the whole cache for every token; this one writes each new slot once. Layers that
+keep something else than one key and value per token (recurrent states, indexers) stay the host's own. Knows
+nothing of drafts; `rollback.Rollback` brings it back.
 """
 
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 #: Slots added when a buffer is full: a quarter of what is there, within these bounds.
 _MIN_GROWTH, _MAX_GROWTH = 64, 1024
@@ -17,30 +18,55 @@ class SpeculativeLayer(DynamicLayer):
     """Keys and values of one layer, `[batch, heads, length, head_dim]`, as views into larger buffers.
 
     A view handed out earlier sees later overwrites of the slots that a rollback gave back.
+
+    Attributes:
+        length: slots written, those dropped again included.
+        start: the first slot that is still kept; the buffers begin there.
+        committed: no rollback will go back beyond this length.
     """
+
+    is_sliding = False
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.is_initialized = False
-        self.length = 0
-        self._key_buffer = self._value_buffer = torch.empty(0)
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
+        self.length: int
+        self.start: int
+        self.committed: int
+        self._key_buffer: torch.Tensor
+        self._value_buffer: torch.Tensor
+        SpeculativeLayer.reset(self)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Write the new slots after the valid ones; return all valid keys and values."""
-        new_length = self.length + key_states.shape[-2]
+        """Write the new slots after the valid ones; return the keys and values that the new tokens may see."""
+        num_new = key_states.shape[-2]
+        first = self.first_visible(self.length)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self._key_buffer = _with_slots(key_states, new_length + _MIN_GROWTH)
-            self._value_buffer = _with_slots(value_states, new_length + _MIN_GROWTH)
-            self.is_initialized = True
-        elif new_length > self._key_buffer.shape[-2]:
-            capacity = new_length + min(max(new_length // 4, _MIN_GROWTH), _MAX_GROWTH)
-            self._key_buffer = _grown(self._key_buffer, self.length, capacity)
-            self._value_buffer = _grown(self._value_buffer, self.length, capacity)
-        self._key_buffer[..., self.length : new_length, :] = key_states
-        self._value_buffer[..., self.length : new_length, :] = value_states
-        self._set_length(new_length)
-        return self.keys, self.values
+            self._begin(key_states, value_states)
+            return (key_states, value_states) if self.start else (self.keys, self.values)
+        if self.length + num_new - self.start > self._key_buffer.shape[-2]:
+            self._make_room(num_new)
+        begin, end = self.length - self.start, self.length - self.start + num_new
+        self._key_buffer[..., begin:end, :] = key_states
+        self._value_buffer[..., begin:end, :] = value_states
+        self._set_length(self.length + num_new)
+        return self.keys[..., first - self.start :, :], self.values[..., first - self.start :, :]
+
+    def first_visible(self, length: int) -> int:
+        """The first slot that a token in slot `length` may see."""
+        return 0
+
+    def get_seq_length(self) -> int:
+        """Slots written so far."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Length and offset of what `update` returns for so many new tokens (4.57 passes their positions)."""
+        num_new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        first = self.first_visible(self.length)
+        return self.length + num_new - first, first
 
     def rollback(self, length: int) -> None:
         """Give back every slot from `length` on."""
@@ -48,47 +74,148 @@ class SpeculativeLayer(DynamicLayer):
             self._set_length(length)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` slots (the host's way to say it; see `rollback_cache`)."""
+        """Remove the last `-tokens_to_remove` slots, as the host says it."""
         self.rollback(self.length + tokens_to_remove)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keep only these rows of the batch."""
+        if self.is_initialized:
+            rows = rows.to(self._key_buffer.device)
+            self._key_buffer = self._key_buffer.index_select(0, rows)
+            self._value_buffer = self._value_buffer.index_select(0, rows)
+            self._set_length(self.length)
+
+    def arrange(self, slots: torch.Tensor) -> None:
+        """Let slot `j` of row `i` hold what was in its slot `slots[i, j]`; `[batch, new length]`."""
+        if not self.is_initialized:
+            return
+        new_length = slots.shape[1]
+        new_start = self.first_visible(new_length)
+        wanted = (slots[:, new_start:] - self.start).clamp_(min=0).to(self._key_buffer.device)
+        for buffer in (self._key_buffer, self._value_buffer):
+            for row, indices in enumerate(wanted):
+                buffer[row, :, : len(indices)] = buffer[row].index_select(1, indices)
+        self.start, self.committed = new_start, min(self.committed, new_length)
+        self._set_length(new_length)
+
+    def move_to(self, vanilla: DynamicLayer) -> None:
+        """Hand the content over to an empty layer of the host's."""
+        if self.is_initialized:
+            first = self.first_visible(self.length) - self.start
+            vanilla.update(self.keys[..., first:, :], self.values[..., first:, :])
+            if hasattr(vanilla, "cumulative_length"):
+                vanilla.cumulative_length = self.length
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.is_initialized = False
+        self.length = self.start = self.committed = 0
+        self.keys = self.values = self._key_buffer = self._value_buffer = torch.empty(0)
+
+    def _begin(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take the first slots, or as many of the last ones as later tokens may see."""
+        length = key_states.shape[-2]
+        self.start = self.first_visible(length)
+        kept = length - self.start
+        self._key_buffer = _with_slots(key_states, kept + _MIN_GROWTH)
+        self._value_buffer = _with_slots(value_states, kept + _MIN_GROWTH)
+        self._key_buffer[..., :kept, :] = key_states[..., self.start :, :]
+        self._value_buffer[..., :kept, :] = value_states[..., self.start :, :]
+        self.is_initialized = True
+        self.committed = length
+        self._set_length(length)
+
+    def _make_room(self, num_new: int) -> None:
+        new_start = max(self.start, self.first_visible(min(self.committed, self.length)))
+        kept = self.length - new_start
+        capacity = kept + num_new + min(max((kept + num_new) // 4, _MIN_GROWTH), _MAX_GROWTH)
+        drop = new_start - self.start
+        self._key_buffer = _moved(self._key_buffer, drop, kept, capacity)
+        self._value_buffer = _moved(self._value_buffer, drop, kept, capacity)
+        self.start = new_start
+        self._set_length(self.length)
 
     def _set_length(self, length: int) -> None:
         self.length = length
-        self.keys = self._key_buffer[..., :length, :]
-        self.values = self._value_buffer[..., :length, :]
+        self.keys = self._key_buffer[..., : length - self.start, :]
+        self.values = self._value_buffer[..., : length - self.start, :]
+
+
+class SpeculativeSlidingLayer(SpeculativeLayer):
+    """The same for sliding-window and chunked attention: slots no token can see any more are dropped in time."""
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.sliding_window = sliding_window
+
+    def first_visible(self, length: int) -> int:
+        """The first slot that a token in slot `length` may see."""
+        return max(0, length + 1 - self.sliding_window)
 
 
 class SpeculativeCache(DynamicCache):
-    """A `DynamicCache` whose layers are `SpeculativeLayer`s, made as the model first writes to them."""
+    """A `DynamicCache` that rolls back by a length change, made after the cache that the host prepared.
 
-    def __init__(self) -> None:
+    Args:
+        like: the host's empty cache; its layers say what each of ours has to be. Without layers (or without
+            `like`) full-attention layers are made as the model first writes to them.
+    """
+
+    def __init__(self, like: Cache | None = None) -> None:
         super().__init__()
+        self._like = like
+        if like is not None and like.layers:
+            self.layers = [_layer_like(layer) for layer in like.layers]
         self.layer_class_to_replicate = SpeculativeLayer
 
-    def rollback(self, length: int) -> None:
-        """Bring every layer back to `length` slots; a length not reached yet changes nothing."""
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keep only these rows of the batch."""
         for layer in self.layers:
-            layer.rollback(length)
+            layer.select_rows(rows)
 
-    def to_vanilla(self) -> DynamicCache:
-        """Move the content into a plain `DynamicCache`, layer by layer, leaving this cache empty."""
-        vanilla = DynamicCache()
+    def arrange(self, slots: torch.Tensor) -> None:
+        """Let slot `j` of row `i` hold what was in its slot `slots[i, j]`; `[batch, new length]`."""
+        for layer in self.layers:
+            layer.arrange(slots)
+
+    def to_vanilla(self) -> Cache:
+        """Move the content into the cache this one was made after, layer by layer."""
+        vanilla = self._like if self._like is not None else DynamicCache()
         for index, layer in enumerate(self.layers):
-            vanilla.update(layer.keys, layer.values, index)
-            self.layers[index] = SpeculativeLayer()
+            if isinstance(layer, SpeculativeLayer):
+                if index == len(vanilla.layers):
+                    vanilla.layers.append(DynamicLayer())
+                layer.move_to(vanilla.layers[index])
         return vanilla
 
 
-def rollback_cache(cache: Cache, length: int) -> None:
-    """Bring any cache that `support.cache_problem` accepts back to `length` slots.
+def speculative_cache(prepared: Cache) -> Cache:
+    """Ours in place of an empty cache that the host prepared; of an encoder-decoder pair, the decoder's own."""
+    if isinstance(prepared, EncoderDecoderCache):
+        ours = SpeculativeCache(prepared.self_attention_cache)
+        return EncoderDecoderCache(ours, prepared.cross_attention_cache)
+    return SpeculativeCache(prepared)
 
-    Crops by a negative count only: what a positive one or 0 means differs between transformers releases.
-    """
+
+def vanilla_cache(cache: Cache) -> Cache:
+    """The cache as vanilla hands it back: what the host prepared, filled, or the user's own object."""
     if isinstance(cache, SpeculativeCache):
-        cache.rollback(length)
-        return
-    excess = cache.get_seq_length() - length
-    if excess > 0:
-        cache.crop(-excess)
+        return cache.to_vanilla()
+    if isinstance(cache, EncoderDecoderCache):
+        cache.self_attention_cache = vanilla_cache(cache.self_attention_cache)
+    return cache
+
+
+def _layer_like(layer: Any) -> Any:
+    """Ours for the layers that keep a key and a value per token; others stay the host's."""
+    if type(layer) is DynamicLayer:
+        return SpeculativeLayer()
+    if type(layer) is DynamicSlidingWindowLayer:
+        return SpeculativeSlidingLayer(layer.sliding_window)
+    return layer
 
 
 def _with_slots(states: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -96,7 +223,7 @@ def _with_slots(states: torch.Tensor, capacity: int) -> torch.Tensor:
     return states.new_empty(batch, heads, capacity, head_dim)
 
 
-def _grown(buffer: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
-    grown = _with_slots(buffer, capacity)
-    grown[..., :length, :] = buffer[..., :length, :]
-    return grown
+def _moved(buffer: torch.Tensor, drop: int, kept: int, capacity: int) -> torch.Tensor:
+    moved = _with_slots(buffer, capacity)
+    moved[..., :kept, :] = buffer[..., drop : drop + kept, :]
+    return moved

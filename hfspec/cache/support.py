@@ -2,39 +2,74 @@
 
 from typing import Any
 
-from transformers import PretrainedConfig
-from transformers.cache_utils import Cache
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hfspec import compat
+from hfspec.cache.ledger import SpeculativeCache, SpeculativeLayer
 
 _LOOKING_AHEAD = ("cpmant",)
+#: A forward over several tokens starts their recurrent layers from nothing, whatever the cache holds.
+_FORGETTING = ("falcon_mamba", "jamba", "mamba")
+#: They take no position ids, but work them out from the mask (or need none: ALiBi counts slots between tokens).
+_POSITIONS_FROM_MASK = ("biogpt", "bloom", "mpt", "opt", "xglm")
 
 
 def model_problem(config: PretrainedConfig) -> str | None:
     """Why a model of this config cannot be sped up (or draft), or `None` if it can."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "encoder-decoder models are not sped up yet"
     if config.model_type in _LOOKING_AHEAD:
         return "its attention looks ahead within what is fed at once, so a draft would change the past"
+    if config.get_text_config(decoder=True).model_type in _FORGETTING:
+        return "its recurrent layers forget their state when several tokens come at once"
     if not compat.takes_cache(config):
         return "it keeps a state of its own kind, not a key-value cache"
     try:
         cache = compat.empty_cache_for(config)
     except Exception as error:  # a config the host's own cache cannot be built from
-        return f"no key-value cache can be made for this model ({error})"
-    if not compat.is_full_attention(cache):
-        kinds = sorted({type(layer).__name__ for layer in cache.layers})
-        return f"its cache cannot be rolled back exactly yet (layers: {', '.join(kinds)}; full attention is needed)"
-    return None
+        return f"no cache can be made for this model ({error})"
+    return cache_problem(cache)
 
 
 def cache_problem(cache: Any) -> str | None:
-    """Why this cache, made by the host or passed by the user, cannot be rolled back, or `None` if it can."""
+    """Why this cache, made by the host or passed by the user, cannot be brought back, or `None` if it can."""
     if cache is None:
         return "the model makes its own kind of cache"
-    if not isinstance(cache, Cache):
-        return f"a cache of type {type(cache).__name__} cannot be rolled back"
-    if not compat.is_full_attention(cache):
-        kind = type(cache).__name__ + (" (offloaded)" if getattr(cache, "offloading", False) else "")
-        return f"a {kind} with other than full-attention layers in memory cannot be rolled back exactly yet"
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_problem(cache.self_attention_cache)
+    if not isinstance(cache, Cache) or not _is_the_hosts(type(cache)):
+        return f"a cache of type {type(cache).__name__} is not the host's: nobody knows how to bring it back"
+    foreign = sorted({type(layer).__name__ for layer in cache.layers if not _is_the_hosts(type(layer))})
+    if foreign:
+        return f"its cache has layers of a kind that nobody knows how to bring back ({', '.join(foreign)})"
+    if any(isinstance(layer, compat.QUANTIZED_LAYER) for layer in cache.layers):
+        return "a quantized cache rounds its content by how many tokens come at once: no two ways of decoding agree"
     return None
+
+
+def ragged_problem(model: PreTrainedModel, cache: Cache) -> str | None:
+    """Why the rows of a batch must go on at one pace with this cache, or `None` if each may go at its own."""
+    if isinstance(cache, EncoderDecoderCache):
+        return "a decoder behind an encoder takes a token's slot for its position"
+    if not isinstance(cache, SpeculativeCache):
+        return "a cache of fixed size, or of the caller's own, holds one length for all rows"
+    if not all(isinstance(layer, SpeculativeLayer) for layer in cache.layers):
+        return "recurrent layers hold one state for a whole row, which cannot wait for another"
+    config = model.config.get_text_config(decoder=True)
+    if not compat.takes_position_ids(model) and config.model_type not in _POSITIONS_FROM_MASK:
+        return "the model takes a token's slot for its position"
+    return None
+
+
+def counts_slots(model: PreTrainedModel, cache: Cache) -> bool:
+    """Whether the model may take the distance between slots for a distance in the text.
+
+    Only a model with rotary positions and full attention surely does not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    is_rotary = any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
+    has_alibi = bool(getattr(config, "alibi", False))
+    return not is_rotary or has_alibi or any(compat.is_sliding(layer) for layer in cache.layers)
+
+
+def _is_the_hosts(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("transformers", "hfspec")

@@ -4,54 +4,56 @@ The target needs no draft to be right, so whatever a source does wrong costs spe
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hfspec.draft.base import Context, DraftSession, DraftSource
+from hfspec.draft.base import BatchSession, Context, DraftSource
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcome, RoundBudget
 from hfspec.sampling.noise import unmoved
 
 
-class GuardedSession(DraftSession):
-    """A session that proposes nothing any more once the one inside has failed.
+class Guard:
+    """The rows' sessions, which propose nothing any more once one of them has failed.
 
     Args:
         source: started only when first asked for a draft, so that a call which drafts nothing pays nothing.
+        contexts: one a row.
         on_failure: told the reason, once.
     """
 
-    def __init__(self, source: DraftSource, context: Context, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, source: DraftSource, contexts: Sequence[Context], on_failure: Callable[[str], None]) -> None:
         self._source = source
-        self._context = context
+        self._contexts = list(contexts)
         self._on_failure = on_failure
-        self._session: DraftSession | None = None
+        self._session: BatchSession | None = None
         self.has_failed = False
 
-    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
-        """The source's draft, or an empty one for a budget of 0 and after a failure."""
+    def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:
+        """A draft for each row's text `[1, length]`: empty ones for a budget of 0 and after a failure."""
         if budget.num_tokens > 0 and not self.has_failed:
             try:
                 with self._unmoved_randomness():
                     if self._session is None:
-                        self._session = self._source.start(self._context)
-                    draft = self._session.propose(input_ids.clone(), budget)
-                _check_draft(draft, budget.num_tokens, self._context)
-                return draft
+                        self._session = self._source.start_batch(self._contexts)
+                    drafts = self._session.propose([text.clone() for text in texts], budget)
+                for draft, context in zip(drafts, self._contexts, strict=True):
+                    _check_draft(draft, budget.num_tokens, context)
+                return drafts
             except Exception as error:  # any fault of a source, out of memory included, must not reach the user
                 self._fail(error)
-        return Draft.empty(self._context.device)
+        return [Draft.empty(context.device) for context in self._contexts]
 
-    def observe(self, outcome: Outcome) -> None:
-        """Hand the verdict on."""
-        if self._session is not None and not self.has_failed:
-            try:
-                with self._unmoved_randomness():
-                    self._session.observe(outcome)
-            except Exception as error:  # see propose
-                self._fail(error)
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Hand the verdicts on."""
+        self._tell(lambda session: session.observe(outcomes))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, counted among those at work."""
+        self._contexts = [self._contexts[row] for row in rows]
+        self._tell(lambda session: session.select(rows))
 
     def stop(self) -> None:
         """Stop the session inside, if it was started."""
@@ -63,15 +65,24 @@ class GuardedSession(DraftSession):
                 if not self.has_failed:
                     self._fail(error)
 
+    def _tell(self, news: Callable[[BatchSession], None]) -> None:
+        if self._session is not None and not self.has_failed:
+            try:
+                with self._unmoved_randomness():
+                    news(self._session)
+            except Exception as error:  # see propose
+                self._fail(error)
+
     def _unmoved_randomness(self) -> AbstractContextManager[None]:
         """Whatever the source draws, vanilla's random stream goes on as if it had not.
 
         In rejection drafts are drawn from that very stream: the tokens are not vanilla's there. A source
         that never draws is left alone, as putting the stream back would undo other threads' draws.
         """
-        if self._context.selection == "rejection" or not self._source.may_draw:
+        context = self._contexts[0]
+        if context.selection == "rejection" or not self._source.may_draw:
             return nullcontext()
-        return unmoved(self._context.device)
+        return unmoved(context.device)
 
     def _fail(self, error: Exception) -> None:
         self.has_failed = True

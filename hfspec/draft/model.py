@@ -1,9 +1,10 @@
-"""A small causal model as draft source: plain forwards, its own `SpeculativeCache`, never `generate()`.
+"""A small model as draft source: plain forwards, its own cache, never `generate()`.
 
 Knows nothing of the target's cache or of how its drafts are judged.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,27 +12,30 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hfspec import compat
-from hfspec.cache.ledger import SpeculativeCache
-from hfspec.draft.base import Context, DraftSession, DraftSource
+from hfspec.cache.ledger import speculative_cache
+from hfspec.cache.rows import Rows
+from hfspec.cache.support import counts_slots, ragged_problem
+from hfspec.draft.base import BatchSession, Context, DraftSession, DraftSource
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcome, RoundBudget
 from hfspec.sampling.processors import DraftProcessors
 
 #: Ids left unread by a fully accepted round: its last draft token and the bonus token.
 _USUAL_UNREAD = 2
+#: Logits are asked for at every token of a forward up to so many tokens; longer ones are read in two steps.
+_MAX_LOGITS = 16
 
 
 class ModelDraft(DraftSource):
-    """Drafts with `model`, token by token."""
+    """Drafts with `model`, token by token; for several rows in shared forwards, where the model allows it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         accepted = inspect.signature(model.forward).parameters
-        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-        self.forward_kwargs: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        if "logits_to_keep" in accepted:
-            self.forward_kwargs["logits_to_keep"] = 1
-        self.takes_position_ids = "position_ids" in accepted or takes_any
+        self.limits_logits = "logits_to_keep" in accepted
+        self.takes_encoder_outputs = "encoder_outputs" in accepted
+        self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
+        self.takes_position_ids = "position_ids" in accepted
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -42,124 +46,246 @@ class ModelDraft(DraftSource):
         return bool(self.model.training)
 
     def start(self, context: Context) -> DraftSession:
-        """Begin a call with an empty cache."""
-        return _ModelSession(self, context)
+        """Begin a row with an empty cache."""
+        return _OneRow(_ModelSession(self, [context]))
+
+    def start_batch(self, contexts: Sequence[Context]) -> BatchSession:
+        """Begin rows that share forwards, or each with a cache of its own where they cannot."""
+        if len(contexts) > 1 and ragged_problem(self.model, self.empty_cache()) is not None:
+            return super().start_batch(contexts)
+        return _ModelSession(self, contexts)
+
+    def empty_cache(self) -> Any:
+        """A cache that rolls back, of the kind that the model needs."""
+        return speculative_cache(compat.empty_cache_for(self.model.config))
 
 
-class _ModelSession(DraftSession):
-    """One call's draft cache. `num_read` ids of the text are in it."""
+class _ModelSession(BatchSession):
+    """The draft's cache in one call. A row's position is the number of its ids that are in it."""
 
-    def __init__(self, source: ModelDraft, context: Context) -> None:
+    def __init__(self, source: ModelDraft, contexts: Sequence[Context]) -> None:
         self._source = source
-        self._context = context
-        self._device = source.model.get_input_embeddings().weight.device
-        self._processors = DraftProcessors(context.processors)
-        self._cache = SpeculativeCache()
-        self._num_read = 0
-        self._num_ids = 0
+        self._contexts = list(contexts)
+        device = source.model.get_input_embeddings().weight.device
+        # Weights that are brought in for each forward, from disk or memory, have no device of their own.
+        self._device = contexts[0].device if device.type == "meta" else device
+        self._processors = [DraftProcessors(context.processors) for context in contexts]
+        self._cache = source.empty_cache()
+        is_counting = counts_slots(source.model, self._cache) if len(contexts) > 1 else False
+        self._rows = Rows(self._cache, [0] * len(contexts), self._device, counts_slots=is_counting)
+        self._num_ids = [0] * len(contexts)
+        self._constant_inputs = self._encoder_inputs(contexts[0])
 
-    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
-        prefix = self._without_padding(input_ids)
-        self._num_ids = prefix.shape[1]
-        unread = prefix[:, self._num_read :]
-        caught_up = max(0, unread.shape[1] - _USUAL_UNREAD)
+    def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:
+        prefixes = [_text_of(context, text) for context, text in zip(self._contexts, texts, strict=True)]
+        self._num_ids = [prefix.shape[1] for prefix in prefixes]
+        unread = [prefix[:, read:] for prefix, read in zip(prefixes, self._rows.positions, strict=True)]
+        caught_up = max(0, max(each.shape[1] for each in unread) - _USUAL_UNREAD)
         num_tokens = self._within_context(budget.num_tokens)
         self._check_ids(unread)
 
-        tokens: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
-        confidences: list[float] = []
-        while len(tokens) < num_tokens:
-            scores, token_ids = self._processors(prefix, self._forward(unread))
-            if self._context.selection == "rejection":
-                preference = scores.softmax(dim=-1)
-                index = torch.multinomial(preference, num_samples=1)
-                laws.append(self._spread(preference, token_ids))
-            else:
-                preference = self._preference(scores, token_ids, position=len(tokens))
-                index = preference.max(dim=-1, keepdim=True).indices
-            token = index if token_ids is None else token_ids.gather(1, index)
-            tokens.append(token)
-            if budget.reads_confidence:
-                confidences.append(self._confidence(preference, index))
-                if not budget.allows_another(confidences[-1]):
-                    break
-            unread = token
-            prefix = torch.cat([prefix, token], dim=-1)
-        return Draft(
-            token_ids=torch.cat(tokens, dim=-1),
-            probs=torch.cat(laws) if laws else None,
-            confidences=tuple(confidences),
-            caught_up=caught_up,
-        )
+        drafts: list[_RowDraft] = [_RowDraft() for _ in prefixes]
+        while len(drafts[0].tokens) < num_tokens:
+            logits = self._read(unread)
+            if not drafts[0].tokens:
+                self._rows.checkpoint()  # so far all is committed text
+            for row, draft in enumerate(drafts):
+                self._choose(row, prefixes[row], logits[row : row + 1], draft, budget.reads_confidence)
+            if budget.reads_confidence and not budget.allows_another(*(draft.confidences[-1] for draft in drafts)):
+                break
+            unread = [draft.tokens[-1] for draft in drafts]
+            prefixes = [torch.cat([prefix, new], dim=-1) for prefix, new in zip(prefixes, unread, strict=True)]
+        return [draft.finished(caught_up) for draft in drafts]
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
         # What was accepted stays read; the token chosen after it is the next to read.
-        self._num_read = min(self._num_read, self._num_ids + outcome.num_accepted)
-        self._cache.rollback(self._num_read)
+        accepted = [number + outcome.num_accepted for number, outcome in zip(self._num_ids, outcomes, strict=True)]
+        self._rows.forget([max(0, read - each) for read, each in zip(self._rows.positions, accepted, strict=True)])
 
-    def _forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Read `token_ids` `[1, n]`; return the logits after the last of them, `[1, vocab]` float32.
+    def select(self, rows: Sequence[int]) -> None:
+        self._contexts = [self._contexts[row] for row in rows]
+        self._processors = [self._processors[row] for row in rows]
+        self._num_ids = [self._num_ids[row] for row in rows]
+        self._rows.select(rows)
+
+    def stop(self) -> None:
+        """Nothing to release but what goes with the session."""
+
+    def _read(self, unread: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Read some ids of each row, `[1, n]`; return the logits after each row's last, `[rows, vocab]` float32.
 
         Ids and logits are where the target's are; only the forward runs on the draft's device.
         """
-        kwargs = dict(self._source.forward_kwargs)
-        kwargs[compat.CACHE_KEY] = self._cache
-        end = self._num_read + token_ids.shape[1]
+        lengths = [each.shape[1] for each in unread]
+        width = max(lengths)
+        is_first = self._rows.num_slots == 0
+        if len(unread) > 1 and width > _MAX_LOGITS and not is_first:
+            # The logits of so many tokens would take much memory: leave each row's last for a forward of its own.
+            if min(lengths) > 1:
+                self._read([each[:, :-1] for each in unread])
+                return self._read([each[:, -1:] for each in unread])
+            raise DraftError("rows that have fallen far apart cannot be read together")
+        side = (width - min(lengths), 0) if is_first else (0, width - min(lengths))
+        filled = [_filled(each, width, at_the_end=is_first) for each in unread]
+        mask, position_ids = self._rows.open(lengths, to_the_right=is_first)
+        kwargs = dict(self._constant_inputs)
+        ids_key = "decoder_input_ids" if self._source.is_encoder_decoder else "input_ids"
+        kwargs[ids_key] = torch.cat(filled).to(self._device)
+        if mask is not None:
+            kwargs["attention_mask"] = mask
         if self._source.takes_position_ids:
-            kwargs["position_ids"] = torch.arange(self._num_read, end, device=self._device).unsqueeze(0)
-        logits: torch.Tensor = self._source.model(input_ids=token_ids.to(self._device), **kwargs).logits[:, -1]
-        self._num_read = end
-        missing = self._context.vocab_size - logits.shape[-1]
-        logits = logits[:, : self._context.vocab_size].to(device=self._context.device, dtype=torch.float32)
+            kwargs["position_ids"] = position_ids
+        if self._source.limits_logits:
+            kwargs["logits_to_keep"] = 1 if not any(side) or is_first else width
+        all_logits: torch.Tensor = self._source.model(**kwargs).logits
+        if is_first or not any(side):
+            logits = all_logits[:, -1]
+        else:
+            all_logits = all_logits[:, -width:]
+            logits = torch.stack([row[length - 1] for row, length in zip(all_logits, lengths, strict=True)])
+        if not is_first:
+            self._rows.close(lengths, lengths)
+        return self._fitted(logits)
+
+    def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
+        """As wide as the target's, in float32, where the target's are."""
+        vocab_size = self._contexts[0].vocab_size
+        missing = vocab_size - logits.shape[-1]
+        logits = logits[:, :vocab_size].to(device=self._contexts[0].device, dtype=torch.float32)
         return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
 
-    def _preference(self, scores: torch.Tensor, token_ids: torch.Tensor | None, position: int) -> torch.Tensor:
-        """What the target is likely to choose by, were its scores the draft's: `[1, n]`, its noise included."""
-        if self._context.selection == "greedy":
-            return scores
-        like = torch.empty(1, self._context.vocab_size, device=self._context.device)
-        noise = self._context.noise.peek(like, position)
-        return scores - (noise if token_ids is None else noise.gather(1, token_ids)).log()
+    def _choose(
+        self, row: int, prefix: torch.Tensor, logits: torch.Tensor, draft: "_RowDraft", reads_confidence: bool
+    ) -> None:
+        """Add the next token to a row's draft, as the target would choose it from the draft's `logits` `[1, vocab]`."""
+        context = self._contexts[row]
+        scores, token_ids = self._processors[row](prefix, logits)
+        if context.selection == "rejection":
+            preference = scores.softmax(dim=-1)
+            index = torch.multinomial(preference, num_samples=1)
+            draft.laws.append(_spread(preference, token_ids, context.vocab_size))
+        else:
+            preference = _preference(context, scores, token_ids, position=len(draft.tokens))
+            index = preference.max(dim=-1, keepdim=True).indices
+        draft.tokens.append(index if token_ids is None else token_ids.gather(1, index))
+        if reads_confidence:
+            draft.confidences.append(_confidence(context, preference, index))
 
-    def _confidence(self, preference: torch.Tensor, index: torch.Tensor) -> float:
-        """How sure the choice of `index` `[1, 1]` is. `preference` is written over.
-
-        Drawn tokens: the law's greatest probability, read before any token is known by it. Picked tokens:
-        1 where nothing else could have been picked, 0 where the second best was as likely.
-        """
-        if self._context.selection == "rejection":
-            return float(preference.amax())
-        best = preference.gather(1, index)
-        second = preference.scatter_(1, index, -torch.inf).amax()
-        return float(-torch.expm1(second - best))
-
-    def _spread(self, probs: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        """A law over some tokens as one over the whole vocabulary, `[1, vocab]`."""
-        if token_ids is None:
-            return probs
-        return probs.new_zeros(1, self._context.vocab_size).scatter_(1, token_ids, probs)
-
-    def _without_padding(self, input_ids: torch.Tensor) -> torch.Tensor:
-        mask = self._context.prompt_mask
-        if mask is None:
-            return input_ids
-        num_prompt = mask.shape[1]
-        return torch.cat([input_ids[:, :num_prompt][mask.bool()].unsqueeze(0), input_ids[:, num_prompt:]], dim=-1)
+    def _encoder_inputs(self, context: Context) -> dict[str, Any]:
+        """The keywords that are the same in every forward."""
+        inputs: dict[str, Any] = {"use_cache": True, "return_dict": True, compat.CACHE_KEY: self._cache}
+        source = self._source
+        if not source.takes_encoder_outputs:
+            return inputs
+        if not source.is_encoder_decoder or source.model.get_encoder() is context.encoder:
+            return inputs | {"encoder_outputs": context.encoder_outputs} | _mask_of(context)
+        if not context.inputs:
+            raise DraftError("the draft has an encoder, and this call came without an encoder's input")
+        encoder = source.model.get_encoder()
+        accepted = inspect.signature(encoder.forward).parameters
+        given = {name: _to_device(value, self._device) for name, value in context.inputs.items() if name in accepted}
+        return inputs | {"encoder_outputs": encoder(**given, return_dict=True)} | _mask_of(context)
 
     def _within_context(self, num_tokens: int) -> int:
         """The most tokens that the draft model has positions for; the last one drafted is never read."""
         limit = self._source.max_positions
         if limit is None:
             return num_tokens
-        room = limit - self._num_ids + 1
+        room = limit - max(self._num_ids) + 1
         if room < 1:
             raise DraftError(f"the draft model's context of {limit} tokens is full")
         return min(num_tokens, room)
 
-    def _check_ids(self, token_ids: torch.Tensor) -> None:
+    def _check_ids(self, unread: Sequence[torch.Tensor]) -> None:
         vocab_size = self._source.vocab_size
-        if vocab_size < self._context.vocab_size and int(token_ids.max()) >= vocab_size:
+        if vocab_size < self._contexts[0].vocab_size and any(int(each.max()) >= vocab_size for each in unread):
             raise DraftError(
                 f"the text holds a token id that the draft model (vocabulary of {vocab_size}) does not have"
             )
+
+
+class _OneRow(DraftSession):
+    """A batch of one as a row's session."""
+
+    def __init__(self, batch: BatchSession) -> None:
+        self._batch = batch
+
+    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
+        return self._batch.propose([input_ids], budget)[0]
+
+    def observe(self, outcome: Outcome) -> None:
+        self._batch.observe([outcome])
+
+    def stop(self) -> None:
+        self._batch.stop()
+
+
+class _RowDraft:
+    """One row's draft in the making."""
+
+    def __init__(self) -> None:
+        self.tokens: list[torch.Tensor] = []
+        self.laws: list[torch.Tensor] = []
+        self.confidences: list[float] = []
+
+    def finished(self, caught_up: int) -> Draft:
+        """As the protocol wants it."""
+        return Draft(
+            token_ids=torch.cat(self.tokens, dim=-1),
+            probs=torch.cat(self.laws) if self.laws else None,
+            confidences=tuple(self.confidences),
+            caught_up=caught_up,
+        )
+
+
+def _text_of(context: Context, input_ids: torch.Tensor) -> torch.Tensor:
+    """A row's text without padding and whatever else is no text."""
+    mask = context.prompt_mask
+    if mask is None:
+        return input_ids
+    num_prompt = mask.shape[1]
+    return torch.cat([input_ids[:, :num_prompt][mask.bool()].unsqueeze(0), input_ids[:, num_prompt:]], dim=-1)
+
+
+def _preference(context: Context, scores: torch.Tensor, token_ids: torch.Tensor | None, position: int) -> torch.Tensor:
+    """What the target is likely to choose by, were its scores the draft's: `[1, n]`, its noise included."""
+    if context.selection == "greedy":
+        return scores
+    like = torch.empty(1, context.vocab_size, device=context.device)
+    noise = context.noise.peek(like, position)
+    return scores - (noise if token_ids is None else noise.gather(1, token_ids)).log()
+
+
+def _confidence(context: Context, preference: torch.Tensor, index: torch.Tensor) -> float:
+    """How sure the choice of `index` `[1, 1]` is. `preference` is written over.
+
+    Drawn tokens: the law's greatest probability, read before any token is known by it. Picked tokens:
+    1 where nothing else could have been picked, 0 where the second best was as likely.
+    """
+    if context.selection == "rejection":
+        return float(preference.amax())
+    best = preference.gather(1, index)
+    second = preference.scatter_(1, index, -torch.inf).amax()
+    return float(-torch.expm1(second - best))
+
+
+def _spread(probs: torch.Tensor, token_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """A law over some tokens as one over the whole vocabulary, `[1, vocab]`."""
+    if token_ids is None:
+        return probs
+    return probs.new_zeros(1, vocab_size).scatter_(1, token_ids, probs)
+
+
+def _filled(token_ids: torch.Tensor, width: int, at_the_end: bool) -> torch.Tensor:
+    """Ids `[1, n]` made as wide as the longest row's, with ids that a mask hides before or behind them."""
+    missing = width - token_ids.shape[1]
+    return functional.pad(token_ids, (missing, 0) if at_the_end else (0, missing))
+
+
+def _mask_of(context: Context) -> dict[str, Any]:
+    mask = context.inputs.get("attention_mask")
+    return {} if mask is None else {"attention_mask": mask}
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -4,6 +4,9 @@ A processor that keeps state, calls user code or runs a model must see exactly v
 draft goes without it: that costs acceptance, never correctness. Exact types only, as a subclass may keep state.
 """
 
+import copy
+from typing import Any
+
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
@@ -23,8 +26,6 @@ _TOKEN_BLIND = (
 )
 #: They look at tokens and at the prefix, and keep nothing between calls.
 _TOKEN_AWARE = (
-    "EncoderNoRepeatNGramLogitsProcessor",
-    "EncoderRepetitionPenaltyLogitsProcessor",
     "ExponentialDecayLengthPenalty",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
@@ -37,18 +38,44 @@ _TOKEN_AWARE = (
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
 )
+#: Where one of them may hold a number for each row (how much padding the repetition penalty is to leave out).
+_HELD_BY_ROW = "prompt_ignore_length"
+#: The same, but they hold something of every row, so that they only work on the whole batch.
+_BATCH_AWARE = ("EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor")
 
 
 def _types(names: tuple[str, ...]) -> frozenset[type]:
     return frozenset(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
 
 
-_BLIND_TYPES, _AWARE_TYPES = _types(_TOKEN_BLIND), _types(_TOKEN_AWARE)
+_BLIND_TYPES, _AWARE_TYPES, _BATCH_TYPES = _types(_TOKEN_BLIND), _types(_TOKEN_AWARE), _types(_BATCH_AWARE)
 
 
 def stateless(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Those of a call's processors that may be called any number of times, on any prefix."""
     return LogitsProcessorList([each for each in processors if type(each) in _BLIND_TYPES | _AWARE_TYPES])
+
+
+def are_row_independent(processors: LogitsProcessorList) -> bool:
+    """Whether all of them may be called for one row by itself, at that row's own length."""
+    return all(type(each) in _BLIND_TYPES | _AWARE_TYPES for each in processors)
+
+
+def for_row(processors: LogitsProcessorList, row: int, num_rows: int) -> LogitsProcessorList:
+    """The same processors for one row by itself: what they hold of every row is cut down to that row's.
+
+    Only what `are_row_independent` knows is changed; the others are handed on as they are.
+    """
+    return LogitsProcessorList([_of_row(each, row, num_rows) for each in processors])
+
+
+def _of_row(processor: Any, row: int, num_rows: int) -> Any:
+    held = getattr(processor, _HELD_BY_ROW, None)
+    if type(processor) not in _AWARE_TYPES or not isinstance(held, torch.Tensor) or held.shape[0] != num_rows:
+        return processor
+    mine = copy.copy(processor)
+    setattr(mine, _HELD_BY_ROW, held[row : row + 1])
+    return mine
 
 
 class DraftProcessors:

@@ -1,79 +1,166 @@
-"""The target's forwards: the prompt, and a draft behind the committed text, with the cache kept level.
+"""The target's forwards: the prompt, and drafts behind the committed text, with the cache kept level.
 
 Knows nothing of where drafts come from or how they are judged.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.generation import GenerationConfig
+from torch.nn.functional import pad
 from transformers.utils import ModelOutput
 
 from hfspec import compat
-from hfspec.cache.ledger import SpeculativeCache, rollback_cache
+from hfspec.cache.ledger import SpeculativeCache, vanilla_cache
+from hfspec.cache.rollback import Rollback
+from hfspec.cache.rows import Rows
+from hfspec.cache.support import counts_slots
+from hfspec.prepared import Prepared
 from hfspec.rounds import Verified
 
 
 class Target:
-    """The patched model in one call.
+    """The patched model in one call, whose rows all go on at the same pace.
 
     Args:
         cache: the cache to fill, empty or holding earlier turns.
-        model_kwargs: what vanilla's `_sample` was given, the cache included.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        generation_config: GenerationConfig,
-        cache: Any,
-        model_kwargs: dict[str, Any],
-    ) -> None:
-        self.model = model
-        self._generation_config = generation_config
-        self._model_kwargs = model_kwargs | {compat.CACHE_KEY: cache}
+    def __init__(self, prepared: Prepared, cache: Any) -> None:
+        self.model = prepared.model
+        self._generation_config = prepared.generation_config
+        self._model_kwargs = prepared.model_kwargs | {compat.CACHE_KEY: cache}
         self._cache = cache
-        self._num_prompt_slots = 0
+        # Counts new tokens: the prompt in the cache is its zero.
+        self._rollback = Rollback(cache)
+        self._num_new = 0
+
+    @property
+    def num_unread(self) -> int:
+        """Committed tokens a row that are not in the cache: one, or more where it had to go back to a checkpoint."""
+        return self._num_new - self._rollback.num_read
 
     def prefill(self, input_ids: torch.Tensor) -> Verified:
-        """Read the prompt `[1, length]`; the logits choose the first token."""
+        """Read the prompt `[rows, length]`; the logits choose the first token."""
         outputs, kwargs = compat.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         self._model_kwargs = compat.advance(self.model, outputs, kwargs, num_new_tokens=1)
-        self._num_prompt_slots = self._cache.get_seq_length()
+        self._num_new = 1
         # Only the last position is kept: the logits of a whole prompt can be very large.
         logits = outputs.logits[:, -1:].clone()
         outputs["logits"] = None
-        return Verified(logits, outputs, is_prompt=True)
+        return Verified(logits, outputs, num_read=input_ids.shape[1], is_prompt=True)
 
-    def verify(self, input_ids: torch.Tensor, draft_ids: torch.Tensor) -> Verified:
-        """Read the last committed token and the draft `[1, num_drafted]` in one forward."""
-        num_drafted = draft_ids.shape[1]
-        kwargs = self._model_kwargs
-        if num_drafted:
-            input_ids = torch.cat([input_ids, draft_ids], dim=-1)
-            kwargs = compat.advance(self.model, ModelOutput(), kwargs, num_drafted)
-        model_inputs = compat.prepare_last(self.model, input_ids, num_drafted + 1, kwargs)
-        if "logits_to_keep" in model_inputs:
-            model_inputs["logits_to_keep"] = num_drafted + 1
-        outputs = self.model(**model_inputs, return_dict=True)
-        return Verified(outputs.logits[:, -num_drafted - 1 :], outputs)
-
-    def keep(self, num_new: int, num_committed: int) -> None:
-        """Bring cache and inputs to the committed text.
+    def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
+        """Read what is unread of the committed text, and the drafts behind it, in one forward.
 
         Args:
-            num_new: all tokens committed so far; the last is not in the cache, as in vanilla.
-            num_committed: those of this round.
+            texts: the rows' texts, `[1, length]` each, of one length.
+            draft_ids: the rows' drafts, `[1, num_drafted]` each, of one length.
         """
-        self.level_cache(num_new)
-        self._model_kwargs = compat.advance(self.model, ModelOutput(), self._model_kwargs, num_committed)
+        num_drafted = draft_ids[0].shape[1]
+        input_ids = torch.cat([torch.cat(list(texts)), torch.cat(list(draft_ids))], dim=-1)
+        kwargs = self._model_kwargs
+        if num_drafted:
+            kwargs = compat.advance(self.model, ModelOutput(), kwargs, num_drafted)
+        self._rollback.checkpoint()
+        num_read = self.num_unread + num_drafted
+        model_inputs = compat.prepare_last(self.model, input_ids, num_read, kwargs)
+        return self._forward(model_inputs, num_drafted + 1, num_read)
+
+    def keep(self, num_committed: Sequence[int]) -> None:
+        """Bring cache and inputs to the committed text: so many tokens of the last round in each row, all alike.
+
+        The last committed token is not in the cache, as in vanilla.
+        """
+        self.level_cache(self._num_new + num_committed[0])
+        self._model_kwargs = compat.advance(self.model, ModelOutput(), self._model_kwargs, num_committed[0])
 
     def level_cache(self, num_new: int) -> None:
-        """Bring the cache to the text without its last token, also after an error in mid-round."""
+        """Bring the cache to the text without its last token, of `num_new` in all; also after an error in mid-round."""
+        self._num_new = num_new
         if num_new:
-            rollback_cache(self._cache, self._num_prompt_slots + num_new - 1)
+            self._rollback.to(num_new - 1)
+
+    def catch_up(self, input_ids: torch.Tensor) -> None:
+        """Read what a cache that had to go back still lacks of the whole text, so that it is as vanilla's."""
+        num_missing = self.num_unread - 1
+        if num_missing > 0:
+            kwargs = compat.cut_last(self.model, self._model_kwargs)
+            self._forward(compat.prepare_last(self.model, input_ids[:, :-1], num_missing, kwargs), 1, num_missing)
 
     def cache_for_user(self) -> Any:
-        """The cache as vanilla hands it back: the user's own object, or a plain `DynamicCache`."""
-        return self._cache.to_vanilla() if isinstance(self._cache, SpeculativeCache) else self._cache
+        """The cache as vanilla hands it back."""
+        return vanilla_cache(self._cache)
+
+    def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = num_logits
+        outputs = self.model(**model_inputs, return_dict=True)
+        self._rollback.num_read += num_read
+        return Verified(outputs.logits[:, -num_logits:], outputs, num_read)
+
+
+class RaggedTarget(Target):
+    """The patched model in a call whose rows go on each at its own pace, and leave when they have ended.
+
+    Needs a `SpeculativeCache` of attention layers (see `support.ragged_problem`).
+    """
+
+    def __init__(self, prepared: Prepared, cache: SpeculativeCache) -> None:
+        super().__init__(prepared, cache)
+        self._rows: Rows | None = None
+        self._lengths: list[int] = []
+
+    @property
+    def num_unread(self) -> int:
+        """Always one: such a cache goes back to any point."""
+        return 1
+
+    def prefill(self, input_ids: torch.Tensor) -> Verified:
+        """Read the prompts `[rows, length]`, padded as vanilla wants them."""
+        verified = super().prefill(input_ids)
+        kwargs = self._model_kwargs
+        mask = kwargs.get("attention_mask")
+        if mask is None:  # 5.24 drops a mask that hides nothing
+            mask = torch.ones(input_ids.shape[0], self._cache.get_seq_length() + 1, dtype=torch.long)
+        mask = mask[:, :-1].to(input_ids.device)
+        next_positions = mask.sum(dim=-1)
+        if kwargs.get("position_ids") is not None:
+            next_positions = kwargs["position_ids"][:, -1].expand(input_ids.shape[0])
+        is_counting = counts_slots(self.model, self._cache)
+        self._rows = Rows(self._cache, next_positions.tolist(), input_ids.device, mask, is_counting)
+        return verified
+
+    def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
+        """Read each row's last token and draft in one forward; drafts may differ in length."""
+        rows = self._the_rows()
+        self._lengths = [1 + each.shape[1] for each in draft_ids]
+        width = max(self._lengths)
+        filled = [
+            pad(torch.cat([text[:, -1:], draft], dim=-1), (0, width - 1 - draft.shape[1]))
+            for text, draft in zip(texts, draft_ids, strict=True)
+        ]
+        rows.checkpoint()
+        num_before = rows.num_slots
+        mask, position_ids = rows.open(self._lengths)
+        kwargs = compat.with_slots(self.model, self._model_kwargs, mask, position_ids, num_before)
+        model_inputs = compat.prepare_last(self.model, torch.cat(filled), width, kwargs)
+        return self._forward(model_inputs, width, width)
+
+    def keep(self, num_committed: Sequence[int]) -> None:
+        """Keep of each row's tokens of the last round those that were committed, but for the last."""
+        self._the_rows().close(self._lengths, num_committed)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        num_rows = len(self._the_rows().positions)
+        self._the_rows().select(rows)
+        self._model_kwargs = compat.select_rows(self._model_kwargs, rows, num_rows)
+
+    def level_cache(self, num_new: int) -> None:
+        """Nothing to do: nobody will see this cache."""
+
+    def _the_rows(self) -> Rows:
+        if self._rows is None:
+            raise RuntimeError("prefill comes first")
+        return self._rows

@@ -8,8 +8,14 @@ import pytest
 from hfspec import DraftBudget
 from hfspec.budget.controller import Controller
 from hfspec.budget.cost import Experience
-from hfspec.rounds import Draft, Outcome
+from hfspec.rounds import Draft, Outcome, Round
 from tests.models import rows
+
+
+def finished(drafts, outcomes, draft_seconds, verify_seconds, seconds, is_lockstep=False):
+    """A round of rows that had one committed token to read each."""
+    num_read = 1 + max(draft.num_tokens for draft in drafts)
+    return Round(drafts, outcomes, is_lockstep, num_read, draft_seconds, verify_seconds, seconds)
 
 
 class Machine:
@@ -54,7 +60,8 @@ class Machine:
                 draft_seconds, seconds = draft_seconds + self.reading, seconds + self.reading
             draft = Draft(rows(*[5] * num_drafted), None, tuple(confidences), caught_up=9 if is_first else 0)
             is_first = is_first and num_drafted == 0
-            controller.observe(draft, Outcome(judged, accepted, accepted + 1), draft_seconds, verify_seconds, seconds)
+            outcome = Outcome(judged, accepted, accepted + 1)
+            controller.observe(finished([draft], [outcome], draft_seconds, verify_seconds, seconds))
             lengths.append(num_drafted)
             self.seconds += seconds
             self.tokens += accepted + 1
@@ -230,7 +237,8 @@ class TestRatio:
             seen.append(asked)
             accepted = round(share * asked)
             draft = Draft(rows(*[5] * asked))
-            controller.observe(draft, Outcome(min(asked, accepted + 1), accepted, accepted + 1), 1.0, 1.0, 2.0)
+            outcome = Outcome(min(asked, accepted + 1), accepted, accepted + 1)
+            controller.observe(finished([draft], [outcome], 1.0, 1.0, 2.0))
         return seen
 
     def test_it_rises(self):
@@ -257,3 +265,83 @@ def test_a_source_that_says_no_confidence_gets_a_planned_length():
     machine.call(400, reads_confidence=True)
     machine.lengths.clear()
     assert max(machine.call(200, reads_confidence=True)) <= 3
+
+
+# Batches
+
+
+def learned(num_rows=1, acceptance=1.0):
+    """A controller whose rows have drafted long enough to know what tokens cost and how many are accepted."""
+    experience = Experience()
+    controller = Controller(DraftBudget(), experience, reads_confidence=True, num_rows=num_rows)
+    for _ in range(40):
+        asked = controller.next_round(None, num_rows).num_tokens
+        accepted = round(acceptance * asked)
+        draft = Draft(rows(*[5] * asked), confidences=(0.9,) * asked)
+        outcome = Outcome(min(asked, accepted + 1), accepted, accepted + 1)
+        times = (0.01 * asked, 1.0 + 0.01 * asked)
+        controller.observe(finished([draft] * num_rows, [outcome] * num_rows, *times, sum(times)))
+    return controller, experience
+
+
+def test_a_long_unread_text_is_read_in_a_plain_round():
+    """Where a cache had to go back far, a draft would make a dear forward dearer."""
+    controller, _ = learned()
+    assert controller.next_round(None, num_unread=4).num_tokens > 0
+    assert controller.next_round(None, num_unread=9).num_tokens == 0
+
+
+def test_rows_go_on_drafting_as_long_as_their_mean_gains():
+    """One sure row carries unsure ones; when all are unsure the draft ends."""
+    controller, experience = learned(num_rows=2, acceptance=0.5)
+    for _ in range(300):
+        experience.acceptance.add((0.95, 0.05), num_judged=2, num_accepted=1)
+    experience.acceptance.by_depth.clear()
+    assert controller.next_round(None, 2).allows_another(0.95, 0.05)
+    assert not controller.next_round(None, 2).allows_another(0.05, 0.05)
+
+
+def test_every_row_is_learned_from_but_rows_in_lock_step_count_once():
+    """Rows of their own pace are so many verdicts; rows judged as one are one."""
+    drafts, outcomes = [Draft(rows(5, 6))] * 3, [Outcome(1, 0, 1), Outcome(2, 2, 3), Outcome(2, 2, 3)]
+    for is_lockstep, count in ((False, 3), (True, 1)):
+        experience = Experience()
+        controller = Controller(DraftBudget(), experience, reads_confidence=False, num_rows=3)
+        controller.observe(finished(drafts, outcomes, 0.1, 1.0, 1.2, is_lockstep))
+        assert experience.acceptance.by_depth[1].count == count
+
+
+def test_the_ratio_follows_the_mean_of_the_rows():
+    """One row that accepts nothing lowers the rate of all, but does not decide it."""
+    controller = Controller(DraftBudget(policy="ratio"), Experience(), reads_confidence=False, num_rows=4)
+    asked = controller.next_round(None, 4).num_tokens
+    outcomes = [Outcome(1, 0, 1)] + [Outcome(asked, asked, asked + 1)] * 3
+    controller.observe(finished([Draft(rows(*[5] * asked))] * 4, outcomes, 1.0, 1.0, 2.0))
+    assert controller.next_round(None, 4).num_tokens == asked
+    controller.observe(finished([Draft(rows(*[5] * asked))] * 4, [outcomes[1]] * 4, 1.0, 1.0, 2.0))
+    assert controller.next_round(None, 4).num_tokens == asked + 1
+
+
+def test_a_row_without_a_draft_is_no_verdict():
+    """Of rows that were proposed nothing, nothing is learned."""
+    experience = Experience()
+    controller = Controller(DraftBudget(), experience, reads_confidence=False, num_rows=2)
+    drafts = [Draft(rows(5)), Draft(rows())]
+    controller.observe(finished(drafts, [Outcome(1, 1, 2), Outcome(0, 0, 1)], 0.1, 1.0, 1.2))
+    assert experience.acceptance.by_depth[1].count == 1
+    assert experience.tokens.value == pytest.approx(1.5)
+
+
+def test_costs_are_kept_apart_by_rows_at_work():
+    """A batch's dear forwards are not taken for those of the single row that is left of it."""
+    experience = Experience()
+    controller = Controller(DraftBudget(max_tokens=4, policy="fixed"), experience, reads_confidence=False, num_rows=8)
+    for num_rows, seconds in ((8, 4.0), (1, 1.0)):
+        for _ in range(4):
+            controller.next_round(None, num_rows)
+            controller.observe(
+                finished([Draft(rows())] * num_rows, [Outcome(0, 0, 1)] * num_rows, 0.0, seconds, seconds)
+            )
+    for num_rows, seconds in ((8, 4.0), (1, 1.0), (5, 4.0)):
+        experience.set_rows(num_rows)
+        assert experience.costs.forwards(1)[1] == pytest.approx(seconds)

@@ -72,6 +72,44 @@ def test_a_round_costs_its_parts():
     assert costs.rounds(3) == pytest.approx([1.05, 1.35, 1.65, 1.95])
 
 
+def test_a_round_costs_more_behind_a_longer_unread_text():
+    """Committed tokens that must be read too widen the forward; the draft costs the same."""
+    costs = Costs()
+    costs.add_forward(1, 1.0)
+    costs.add_forward(5, 1.4)
+    costs.draft_token.add(0.2)
+    assert costs.rounds(2, num_unread=3) == pytest.approx([1.2, 1.5, 1.8])
+    assert costs.rounds(2)[0] == pytest.approx(1.0)
+
+
+def test_another_number_of_rows_begins_with_what_the_last_one_cost():
+    """Costs at a new size are scaled by its first plain forward, and going back finds the old ones."""
+    experience = Experience()
+    experience.set_rows(1)
+    for width, seconds in ((1, 1.0), (4, 1.3)):
+        experience.costs.add_forward(width, seconds)
+    one = experience.costs
+    experience.set_rows(2)
+    assert experience.costs.needs_plain
+    experience.costs.add_forward(1, 3.0)
+    assert experience.costs.forwards(4)[4] == pytest.approx(3.9)
+    experience.set_rows(1)
+    assert experience.costs is one
+    assert one.forwards(4)[4] == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize(("some", "others"), [(3, 4), (5, 8), (9, 16)])
+def test_batches_of_about_one_size_share_their_costs(some, others):
+    """Rows that leave one by one do not each make a new start."""
+    experience = Experience()
+    experience.set_rows(some)
+    costs = experience.costs
+    experience.set_rows(others)
+    assert experience.costs is costs
+    experience.set_rows(others + 1)
+    assert experience.costs is not costs
+
+
 def test_acceptance_is_kept_by_depth():
     """Depths are judged only as far as the walk came, and little-seen ones borrow the mean."""
     acceptance = Acceptance()

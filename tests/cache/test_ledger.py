@@ -2,12 +2,22 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hfspec import compat
-from hfspec.cache.ledger import SpeculativeCache, rollback_cache
-from tests.models import assert_same_cache, prompt, shared
+from hfspec.cache.ledger import (
+    SpeculativeCache,
+    SpeculativeLayer,
+    SpeculativeSlidingLayer,
+    speculative_cache,
+    vanilla_cache,
+)
+from tests.models import assert_same_cache, build, prompt, shared
+
+WINDOW = 8
 
 
 def read(cache, ids):
@@ -49,6 +59,12 @@ def test_it_grows_without_losing_anything():
     assert len(buffers) < 8
 
 
+def rolled_back(cache, length):
+    for layer in cache.layers:
+        layer.rollback(length)
+    return cache
+
+
 @pytest.mark.parametrize("kept", [0, 1, 6, 7])
 def test_rollback_equals_a_cache_never_extended(kept):
     """Case 19: of 7 draft tokens so many are kept, and reading on gives what a fresh cache gives, to the last bit."""
@@ -57,7 +73,7 @@ def test_rollback_equals_a_cache_never_extended(kept):
     for each in (cache, fresh):
         read(each, ids)
     read(cache, draft)
-    cache.rollback(5 + kept)
+    rolled_back(cache, 5 + kept)
     for index in range(kept):
         read(fresh, draft[:, index : index + 1])
     assert cache.get_seq_length() == 5 + kept
@@ -65,30 +81,13 @@ def test_rollback_equals_a_cache_never_extended(kept):
     assert_same_cache(fresh.to_vanilla(), cache.to_vanilla())
 
 
-@pytest.mark.parametrize("kept", [0, 1, 6, 7])
-@pytest.mark.parametrize("kind", [DynamicCache, SpeculativeCache])
-def test_rollback_of_any_cache(kind, kept):
-    """`rollback_cache` means the same for vanilla's cache and ours, in every release."""
-    cache, short = kind(), kind()
-    read(cache, prompt(7))
-    if kept:
-        read(short, prompt(7)[:, :kept])
-    rollback_cache(cache, kept)
-    assert cache.get_seq_length() == kept
-    if kept:
-        for one, other in zip(cache.layers, short.layers, strict=True):
-            torch.testing.assert_close(one.keys, other.keys, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [DynamicCache, SpeculativeCache])
-def test_rolling_back_to_a_length_not_reached_changes_nothing(kind):
+def test_rolling_back_to_a_length_not_reached_changes_nothing():
     """A rollback never invents slots."""
-    cache = kind()
-    read(cache, prompt(7))
+    cache = filled(7)
     for length in (7, 8, 100):
-        rollback_cache(cache, length)
+        rolled_back(cache, length)
     assert cache.get_seq_length() == 7
-    rollback_cache(kind(), 3)
+    rolled_back(SpeculativeCache(), 3)
 
 
 def test_the_hosts_crop_is_understood():
@@ -103,7 +102,7 @@ def test_a_view_sees_later_overwrites():
     """The aliasing the class warns of: slots given back are written again under earlier views."""
     cache = filled(4)
     keys, _ = cache.update(states(2, 1), states(2, 1), 0)
-    cache.rollback(4)
+    rolled_back(cache, 4)
     cache.update(states(2, 2), states(2, 2), 0)
     assert torch.equal(keys[..., 4:, :], states(2, 2))
 
@@ -132,3 +131,224 @@ def test_it_says_its_length_and_takes_any_dtype():
     cache.update(states(3).bfloat16(), states(3).bfloat16(), 0)
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert cache.get_seq_length() == 3
+
+
+# Windows
+
+
+def sliding_pair(window=WINDOW):
+    """A layer of ours, and one of the host's that is told everything anew after each rollback."""
+    return SpeculativeSlidingLayer(window), DynamicSlidingWindowLayer(window)
+
+
+def asked(layer, num_new):
+    """The sizes the mask is made of (4.57 passes the new tokens' positions)."""
+    length = layer.get_seq_length()
+    query = num_new if isinstance(layer, SpeculativeLayer) or TAKES_LENGTHS else torch.arange(length, length + num_new)
+    return tuple(layer.get_mask_sizes(query))
+
+
+#: Whether the host's layers are asked for mask sizes by a number of tokens, or by their positions.
+TAKES_LENGTHS = "query_length" in DynamicLayer.get_mask_sizes.__code__.co_varnames[:2]
+
+
+def updated(layer, keys):
+    return layer.update(keys, -keys, {"cache_position": torch.arange(keys.shape[-2])})
+
+
+@pytest.mark.parametrize("num_prompt", [1, 3, WINDOW - 1, WINDOW, WINDOW + 1, 30])
+def test_a_window_is_the_hosts_token_by_token(num_prompt):
+    """The same keys, values and mask sizes as the host's layer, for hundreds of tokens after any prompt."""
+    ours, hosts = sliding_pair()
+    for seed, num_new in enumerate([num_prompt] + [1, 1, 4] * 100):
+        keys = states(num_new, seed)
+        assert asked(ours, num_new) == asked(hosts, num_new)
+        for one, other in zip(updated(ours, keys), updated(hosts, keys), strict=True):
+            assert torch.equal(one, other)
+        assert ours.get_seq_length() == hosts.get_seq_length()
+
+
+@given(
+    num_prompt=st.integers(1, 20),
+    rounds=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=60),
+    window=st.integers(2, 9),
+)
+def test_a_window_after_rollbacks_is_the_hosts_that_never_read_more(num_prompt, rounds, window):
+    """Rounds of which some tokens are taken back leave what the host's layer has that read the others alone."""
+    ours, hosts = sliding_pair(window)
+    text = states(num_prompt)
+    updated(ours, text)
+    updated(hosts, text)
+    for seed, (num_read, num_kept) in enumerate(rounds, start=1):
+        length, num_kept = ours.get_seq_length(), min(num_read, num_kept)
+        ours.committed = length
+        keys = states(num_read, seed)
+        wide = updated(ours, keys)[0]
+        assert wide.shape[-2] == min(length, window - 1) + num_read
+        assert torch.equal(wide[..., -num_read:, :], keys)
+        ours.rollback(length + num_kept)
+        if num_kept:
+            updated(hosts, keys[..., :num_kept, :])
+        assert asked(ours, 3) == asked(hosts, 3)
+    probe = states(2, seed=99)
+    for one, other in zip(updated(ours, probe), updated(hosts, probe), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 50, 150])
+def test_a_window_goes_back_over_any_number_of_tokens(num_kept):
+    """Tokens read one by one, as a draft reads them, drop nothing that a rollback to the committed length needs."""
+    ours, hosts = sliding_pair()
+    text = states(20)
+    updated(ours, text)
+    updated(hosts, text)
+    for seed in range(1, 151):
+        updated(ours, states(1, seed))
+    ours.rollback(20 + num_kept)
+    for seed in range(1, num_kept + 1):
+        updated(hosts, states(1, seed))
+    probe = states(2, seed=999)
+    assert asked(ours, 2) == asked(hosts, 2)
+    for one, other in zip(updated(ours, probe), updated(hosts, probe), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("num_prompt", [3, 500])
+def test_a_windows_memory_is_bounded(num_prompt):
+    """However long the text, not much more is kept than the window; a full-attention layer keeps all."""
+    ours, full = SpeculativeSlidingLayer(WINDOW), SpeculativeLayer()
+    most = 0
+    for seed, num_new in enumerate([num_prompt] + [5] * 300):
+        for layer in (ours, full):
+            updated(layer, states(num_new, seed))
+            layer.rollback(layer.length - 2)
+            layer.committed = layer.length
+        if seed:
+            most = max(most, ours._key_buffer.shape[-2])
+    assert ours.length == full.length > 900
+    assert most < WINDOW + 150
+    assert full._key_buffer.shape[-2] >= full.length
+
+
+def test_a_layer_is_made_after_each_of_the_hosts():
+    """Windows get their size, full layers none, and other kinds stay as they are."""
+    prepared = DynamicCache(config=build("mistral").config)
+    cache = speculative_cache(prepared)
+    assert [type(layer) for layer in cache.layers] == [SpeculativeSlidingLayer] * 2
+    assert [layer.sliding_window for layer in cache.layers] == [WINDOW] * 2
+    static = StaticCache(config=shared().config, max_cache_len=8)
+    assert speculative_cache(static).layers == static.layers
+    pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    ours = speculative_cache(pair)
+    assert type(ours.self_attention_cache) is SpeculativeCache
+    assert ours.cross_attention_cache is pair.cross_attention_cache
+
+
+@pytest.mark.parametrize("length", [3, WINDOW - 1, WINDOW, 40])
+def test_a_window_handed_over_is_the_hosts(length):
+    """`move_to` leaves the host's layer as if it had read the text itself, and ours empty."""
+    ours, hosts = sliding_pair()
+    moved = DynamicSlidingWindowLayer(WINDOW)
+    for part in states(length).split([length - 2, 2], dim=-2):
+        updated(ours, part)
+        updated(hosts, part)
+    updated(ours, states(4, seed=1))
+    ours.rollback(length)
+    ours.move_to(moved)
+    assert moved.get_seq_length() == length
+    assert asked(moved, 1) == asked(hosts, 1)
+    for name in ("keys", "values"):
+        assert torch.equal(getattr(moved, name), getattr(hosts, name))
+    assert (ours.length, ours.is_initialized) == (0, False)
+
+
+def test_an_empty_layer_hands_nothing_over():
+    """A layer that was never written to leaves the host's untouched."""
+    vanilla = DynamicSlidingWindowLayer(WINDOW)
+    SpeculativeSlidingLayer(WINDOW).move_to(vanilla)
+    assert not vanilla.is_initialized
+
+
+def test_the_hosts_own_object_is_filled():
+    """What comes back is the cache the host prepared, of an encoder-decoder pair too."""
+    prepared = DynamicCache(config=shared().config)
+    ours = speculative_cache(prepared)
+    read(ours, prompt(5))
+    assert vanilla_cache(ours) is prepared
+    assert prepared.get_seq_length() == 5
+    inner = DynamicCache()
+    pair = speculative_cache(EncoderDecoderCache(inner, DynamicCache()))
+    pair.self_attention_cache.update(states(4), states(4), 0)
+    assert vanilla_cache(pair).self_attention_cache is inner
+    assert inner.get_seq_length() == 4
+    mine = DynamicCache()
+    assert vanilla_cache(mine) is mine
+
+
+# Rows
+
+
+def batch(num_rows, length, seed=0):
+    return torch.randn(num_rows, 2, length, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def kinds():
+    return [SpeculativeLayer(), SpeculativeSlidingLayer(WINDOW)]
+
+
+@pytest.mark.parametrize("layer", kinds(), ids=["full", "sliding"])
+def test_selected_rows_go_on_alone(layer):
+    """Rows that leave take their keys with them; the others read on as if they had always been alone."""
+    alone = type(layer)(WINDOW) if layer.is_sliding else type(layer)()
+    keys, more = batch(4, 12), batch(4, 3, seed=1)
+    updated(layer, keys)
+    layer.select_rows(torch.tensor([3, 1]))
+    updated(alone, keys[[3, 1]])
+    for one, other in zip(updated(layer, more[[3, 1]]), updated(alone, more[[3, 1]]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_of_an_empty_layer():
+    """Nothing is selected or arranged before anything was written."""
+    for layer in kinds():
+        layer.select_rows(torch.tensor([0]))
+        layer.arrange(torch.tensor([[0, 1]]))
+        assert layer.get_seq_length() == 0
+
+
+@given(data=st.data(), length=st.integers(1, 20))
+def test_arranged_slots_hold_what_they_are_told(data, length):
+    """Slot `j` of row `i` then holds what was in its slot `slots[i, j]`, also where slots overlap."""
+    new_length = data.draw(st.integers(1, length))
+    order = data.draw(st.lists(st.permutations(range(length)), min_size=2, max_size=2))
+    slots = torch.tensor(order)[:, :new_length].sort(dim=-1).values
+    layer, keys = SpeculativeLayer(), batch(2, length)
+    updated(layer, keys)
+    layer.arrange(slots)
+    assert layer.get_seq_length() == new_length
+    expected = torch.stack([row.index_select(1, each) for row, each in zip(keys, slots, strict=True)])
+    assert torch.equal(layer.keys, expected)
+    assert torch.equal(layer.values, -expected)
+    assert torch.equal(updated(layer, batch(2, 2, seed=1))[0][..., -2:, :], batch(2, 2, seed=1))
+
+
+@pytest.mark.parametrize("num_kept", [(1, 4), (4, 1), (2, 2)])
+@pytest.mark.parametrize("length", [3, WINDOW, 40])
+def test_an_arranged_window_still_has_all_that_can_be_seen(length, num_kept):
+    """Rows that keep different numbers of tokens, packed at the right: each sees its own last tokens."""
+    layer = SpeculativeSlidingLayer(WINDOW)
+    text, new = batch(2, length), batch(2, 4, seed=1)
+    updated(layer, text)
+    layer.committed = length
+    updated(layer, new)
+    longest = length + max(num_kept)
+    layer.rollback(longest)
+    slots = torch.arange(longest) - max(num_kept) + torch.tensor(num_kept)[:, None]
+    layer.arrange(slots.clamp(min=0))
+    assert layer.get_seq_length() == longest
+    assert asked(layer, 1) == (min(longest, WINDOW - 1) + 1, max(0, longest - WINDOW + 1))
+    seen = updated(layer, batch(2, 1, seed=2))[0]
+    for row, kept in enumerate(num_kept):
+        whole = torch.cat([text[row], new[row, :, :kept], batch(2, 1, seed=2)[row]], dim=-2)
+        at = min(whole.shape[-2], WINDOW)
+        assert torch.equal(seen[row, :, -at:], whole[:, -at:])

@@ -1,9 +1,11 @@
 """Which models and caches can be sped up, and the reason where not."""
 
 import pytest
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, StaticLayer
 
-from hfspec.cache.support import cache_problem, model_problem
+from hfspec.cache.ledger import SpeculativeCache
+from hfspec.cache.support import cache_problem, counts_slots, model_problem, ragged_problem
 from tests.models import SUPPORTED, build, shared
 
 
@@ -14,19 +16,30 @@ def test_full_attention_models_can(arch):
     assert cache_problem(DynamicCache(config=shared(arch).config)) is None
 
 
-@pytest.mark.parametrize("arch", ["mistral", "mamba", "t5"])
-def test_others_cannot_and_say_why(arch):
-    """Sliding windows, recurrent states and encoder-decoders are told by their config."""
-    assert model_problem(build(arch).config)
+@pytest.mark.parametrize("arch", ["mistral", "t5"])
+def test_windows_and_encoder_decoders_can(arch):
+    """Sliding windows are rolled back by our own layers, and a decoder's cache like any other."""
+    assert model_problem(build(arch).config) is None
 
 
-def test_a_window_that_is_switched_off_is_none():
-    """A Mistral without a window is a full-attention model."""
-    assert model_problem(build("mistral", sliding_window=None).config) is None
+def test_a_model_that_forgets_its_state_cannot_and_says_why():
+    """Mamba's forward over several tokens starts from nothing, so no draft can be verified by it."""
+    assert "several tokens" in model_problem(build("mamba").config)
 
 
 class OwnCache(DynamicCache):
     """A user's subclass, which may do anything."""
+
+
+class OwnLayer(DynamicLayer):
+    """A layer of somebody's own in a cache of the host's."""
+
+
+def with_layer(layer):
+    """A cache of the host's with this layer."""
+    cache = DynamicCache()
+    cache.layers.append(layer)
+    return cache
 
 
 @pytest.mark.parametrize(
@@ -35,11 +48,46 @@ class OwnCache(DynamicCache):
         (None, "own kind"),
         ([(1, 2)], "list"),
         (OwnCache(), "OwnCache"),
-        (StaticCache(config=shared().config, max_cache_len=8), "StaticCache"),
-        (DynamicCache(config=build("mistral").config), "full-attention"),
+        (EncoderDecoderCache(OwnCache(), DynamicCache()), "OwnCache"),
+        (with_layer(OwnLayer()), "OwnLayer"),
+        (with_layer(object.__new__(HQQQuantizedLayer)), "quantized"),
     ],
-    ids=["none", "list", "subclass", "static", "sliding"],
+    ids=["none", "list", "subclass", "the decoder's", "a layer of its own", "quantized"],
 )
 def test_a_cache_that_cannot_be_rolled_back_says_why(cache, words):
     """The reason names the kind of cache."""
     assert words in cache_problem(cache)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        StaticCache(config=shared().config, max_cache_len=8),
+        DynamicCache(config=build("mistral").config),
+        EncoderDecoderCache(DynamicCache(), OwnCache()),
+    ],
+    ids=["static", "sliding", "encoder-decoder"],
+)
+def test_the_hosts_own_caches_can_be_rolled_back(cache):
+    """By a length or by a snapshot; what is kept of an encoder never changes, so it may be of any kind."""
+    assert cache_problem(cache) is None
+
+
+def test_rows_need_a_cache_of_ours_to_go_on_at_their_own_paces():
+    """The host's own caches hold one length; so do layers with more than keys and values, and encoder-decoders."""
+    ours = SpeculativeCache()
+    assert ragged_problem(shared(), ours) is None
+    assert ragged_problem(shared(), DynamicCache())
+    ours.layers.append(StaticLayer(max_cache_len=8))
+    assert ragged_problem(shared(), ours)
+    t5 = build("t5")
+    assert ragged_problem(t5, SpeculativeCache())
+    assert ragged_problem(t5, EncoderDecoderCache(SpeculativeCache(), DynamicCache()))
+
+
+def test_which_models_count_slots():
+    """Only rotary positions with full attention are blind to holes between tokens."""
+    assert not counts_slots(shared("llama"), SpeculativeCache(DynamicCache(config=shared("llama").config)))
+    mistral = build("mistral")
+    assert counts_slots(mistral, SpeculativeCache(DynamicCache(config=mistral.config)))
+    assert counts_slots(shared("gpt2"), SpeculativeCache())

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, T5Config
+from transformers import GPT2Config, LlamaConfig, MambaConfig, PretrainedConfig, T5Config
 from typer.testing import CliRunner
 
 from hfspec.cli.check import forecast
@@ -46,12 +46,19 @@ def test_a_llama_can_be_sped_up(tmp_path: Path):
     assert report["problem"] is None
 
 
-def test_an_encoder_decoder_cannot_and_the_reason_is_given(tmp_path: Path):
+def test_an_encoder_decoder_can_be_sped_up(tmp_path: Path):
     config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=64)
+    exit_code, report = check(saved(config, tmp_path / "target"))
+    assert exit_code == 0
+    assert report["possible"]
+
+
+def test_a_model_that_cannot_be_sped_up_has_a_reason(tmp_path: Path):
+    config = MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=1, vocab_size=64)
     exit_code, report = check(saved(config, tmp_path / "target"))
     assert exit_code == 1
     assert not report["possible"]
-    assert "encoder-decoder" in report["problem"]
+    assert "recurrent" in report["problem"]
 
 
 def test_a_pair_has_sizes_ratio_and_forecasts(tmp_path: Path):

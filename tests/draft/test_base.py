@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource
+from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
+from hfspec.draft.guard import Guard
 from tests.models import PAD, VOCAB, both, noisy, plain_text, prompt, rows, shared
 
 NEW = {"max_new_tokens": 12}
@@ -143,3 +144,94 @@ def test_a_good_draft_is_accepted_more_often_than_a_bad_one():
         for draft in (shared(), noisy(), shared(seed=1))
     ]
     assert rates[0] == 1.0 > rates[1] > rates[2]
+
+
+def test_a_source_is_told_of_each_row():
+    """One context a row, with its number, its mask and its own noise; `select` leaves the others at work."""
+    ids = torch.cat([prompt(5), torch.cat([rows(PAD, PAD), prompt(3, seed=1)], dim=-1)])
+    mask = (ids != PAD).long()
+    source = Listening()
+    model = shared("llama", attn="sdpa")
+    with hfspec.patched(model, source, draft_budget=2):
+        model.generate(ids, attention_mask=mask, do_sample=True, **NEW)
+    assert [each.row for each in source.contexts] == [0, 1]
+    assert source.contexts[0].prompt_mask is None
+    assert torch.equal(source.contexts[1].prompt_mask, mask[1:].to(source.contexts[1].prompt_mask.dtype))
+    assert source.contexts[0].noise is not source.contexts[1].noise
+    assert source.num_stops == 2
+
+
+def test_rows_without_a_shared_session_are_asked_in_turn():
+    """The protocol's default: each row's own session is told its own verdict, and stopped when its row leaves."""
+    sessions = [Listening(), Listening(), Listening()]
+
+    class Rows(DraftSource):
+        def start(self, context):
+            return sessions[context.row]
+
+    contexts = [Context(VOCAB, torch.device("cpu"), row=row) for row in range(3)]
+    batch = Rows().start_batch(contexts)
+    texts = [prompt(3 + row, seed=row) for row in range(3)]
+    drafts = batch.propose(texts, RoundBudget(4, reads_confidence=True))
+    assert [draft.num_tokens for draft in drafts] == [1, 1, 1]
+    assert all(torch.equal(each.texts[0], text) for each, text in zip(sessions, texts, strict=True))
+    batch.observe([Outcome(1, row % 2, 1 + row % 2) for row in range(3)])
+    assert [each.outcomes[0].num_accepted for each in sessions] == [0, 1, 0]
+    batch.select([2])
+    assert [each.num_stops for each in sessions] == [1, 1, 0]
+    batch.propose([texts[2]], RoundBudget(2))
+    assert [len(each.texts) for each in sessions] == [1, 1, 2]
+    batch.stop()
+    assert [each.num_stops for each in sessions] == [1, 1, 1]
+
+
+class TestGuard:
+    """What stands between the loop and any source."""
+
+    def guard(self, source, num_rows=2):
+        self.reasons = []
+        contexts = [Context(VOCAB, torch.device("cpu"), row=row) for row in range(num_rows)]
+        return Guard(source, contexts, self.reasons.append)
+
+    def texts(self, num_rows=2):
+        return [prompt(4 + row, seed=row) for row in range(num_rows)]
+
+    def test_nothing_is_started_for_a_plain_round(self):
+        source = Listening()
+        drafts = self.guard(source).propose(self.texts(), RoundBudget(0))
+        assert [draft.num_tokens for draft in drafts] == [0, 0]
+        assert source.contexts == []
+
+    def test_one_bad_draft_ends_drafting_for_all_rows(self):
+        class Bad(Listening):
+            def propose(self, input_ids, budget):
+                return Draft(rows(5) if input_ids.shape[1] == 4 else rows(VOCAB))
+
+        guard = self.guard(Bad())
+        for _ in range(2):
+            assert [draft.num_tokens for draft in guard.propose(self.texts(), RoundBudget(3))] == [0, 0]
+        assert guard.has_failed
+        assert len(self.reasons) == 1
+        assert "vocabulary" in self.reasons[0]
+
+    def test_too_few_drafts_are_a_failure(self):
+        class Few(Listening):
+            def start_batch(self, contexts):
+                session = DraftSource.start_batch(self, contexts)
+                session.propose = lambda texts, budget: [Draft(rows(5))]
+                return session
+
+        guard = self.guard(Few())
+        assert [draft.num_tokens for draft in guard.propose(self.texts(), RoundBudget(3))] == [0, 0]
+        assert len(self.reasons) == 1
+
+    def test_the_rows_left_are_those_checked(self):
+        source = Listening()
+        guard = self.guard(source, num_rows=3)
+        guard.propose(self.texts(3), RoundBudget(2))
+        guard.select([1])
+        assert len(guard.propose([prompt(9)], RoundBudget(2))) == 1
+        guard.observe([Outcome(1, 1, 2)])
+        guard.stop()
+        assert self.reasons == []
+        assert len(source.outcomes) == 1

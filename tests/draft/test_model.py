@@ -9,6 +9,8 @@ from hfspec.draft.model import ModelDraft
 from hfspec.sampling.noise import SeededNoise
 from tests.models import SUPPORTED, VOCAB, build, plain_text, prompt, rows, shared
 
+TEXT_MODELS = (*SUPPORTED, "mistral")
+
 
 def context(selection="greedy", **more):
     return Context(VOCAB, torch.device("cpu"), selection, **more)
@@ -23,7 +25,7 @@ def propose(drafting, ids, num_tokens):
         return drafting.propose(ids, RoundBudget(num_tokens))
 
 
-@pytest.mark.parametrize("arch", SUPPORTED)
+@pytest.mark.parametrize("arch", TEXT_MODELS)
 def test_it_proposes_what_it_would_write(arch):
     """A greedy draft is the draft model's own greedy text."""
     text = plain_text(shared(arch), prompt(), max_new_tokens=6)
@@ -143,3 +145,131 @@ def test_sessions_are_apart():
     other.observe(Outcome(1, 0, 1))
     ids = torch.cat([prompt(), drafts[0].token_ids, rows(7)], dim=-1)
     assert torch.equal(propose(one, ids, 3).token_ids, propose(session(shared()), ids, 3).token_ids)
+
+
+# Several rows
+
+
+def batch_of(model, num_rows, selection="greedy", **more):
+    return ModelDraft(model).start_batch([context(selection, row=row, **more) for row in range(num_rows)])
+
+
+def alone(model, text, num_tokens):
+    return propose(session(model), text, num_tokens).token_ids
+
+
+@pytest.mark.parametrize("arch", TEXT_MODELS)
+def test_rows_are_drafted_for_as_if_each_were_alone(arch):
+    """Texts and verdicts of any lengths, rows that leave: each row's draft is that of a session of its own."""
+    model = shared(arch, attn="sdpa")
+    texts = [prompt(length, seed=length) for length in (3, 9, 6)]
+    drafting = batch_of(model, 3)
+    for turn in range(30):
+        if turn == 20:
+            drafting.select([2, 0])
+            texts = [texts[2], texts[0]]
+        num_tokens = 1 + turn % 4
+        drafts = propose(drafting, texts, num_tokens)
+        for text, draft in zip(texts, drafts, strict=True):
+            assert torch.equal(draft.token_ids, alone(model, text, num_tokens))
+        accepted = [(turn * (row + 1)) % (num_tokens + 1) for row in range(len(texts))]
+        drafting.observe([Outcome(min(each + 1, num_tokens), each, each + 1) for each in accepted])
+        texts = [
+            torch.cat([text, draft.token_ids[:, :each], rows(3 + turn)], dim=-1)
+            for text, draft, each in zip(texts, drafts, accepted, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("num_plain", [1, 5, 40])
+def test_rows_catch_up_after_plain_rounds(num_plain):
+    """However much was committed while nobody asked, the drafts are those of the whole texts."""
+    model = shared(attn="sdpa")
+    texts = [prompt(length, seed=length) for length in (3, 9)]
+    drafting = batch_of(model, 2)
+    first = propose(drafting, texts, 3)
+    drafting.observe([Outcome(1, 0, 1), Outcome(3, 2, 3)])
+    texts = [
+        torch.cat([text, draft.token_ids[:, : 2 * row], prompt(num_plain + row, seed=20 + row)], dim=-1)
+        for row, (text, draft) in enumerate(zip(texts, first, strict=True))
+    ]
+    for text, draft in zip(texts, propose(drafting, texts, 3), strict=True):
+        assert torch.equal(draft.token_ids, alone(model, text, 3))
+
+
+def test_padding_and_what_is_no_text_is_not_read_in_a_batch():
+    """Each row's prompt mask takes out what the draft must not read."""
+    model = shared(attn="sdpa")
+    texts = [prompt(6, seed=1), prompt(6, seed=2)]
+    masks = [None, torch.tensor([[0, 0, 1, 1, 0, 1]])]
+    contexts = [context(row=row, prompt_mask=mask) for row, mask in enumerate(masks)]
+    drafts = propose(ModelDraft(model).start_batch(contexts), texts, 4)
+    assert torch.equal(drafts[0].token_ids, alone(model, texts[0], 4))
+    assert torch.equal(drafts[1].token_ids, alone(model, texts[1][:, [2, 3, 5]], 4))
+
+
+def test_rows_share_their_forwards():
+    """Three rows cost as many forwards as one."""
+    model, num_forwards = build(attn="sdpa"), [0]
+    model.register_forward_pre_hook(lambda *args: num_forwards.__setitem__(0, num_forwards[0] + 1))
+    propose(batch_of(model, 3), [prompt(length, seed=length) for length in (3, 9, 6)], 4)
+    assert num_forwards == [4]
+
+
+def test_rows_that_cannot_share_are_drafted_for_in_turn():
+    """A draft whose cache holds one length for all rows gives each row a session of its own."""
+    encoder_input = torch.tensor([[5, 6, 7]])
+    model = shared("t5")
+    with torch.no_grad():
+        outputs = model.get_encoder()(input_ids=encoder_input, return_dict=True)
+    contexts = [
+        context(row=row, inputs={"input_ids": encoder_input}, encoder_outputs=outputs, encoder=model.get_encoder())
+        for row in range(2)
+    ]
+    texts = [rows(0, 4), rows(0, 9, 8, 7)]
+    drafts = propose(ModelDraft(model).start_batch(contexts), texts, 4)
+    for text, draft in zip(texts, drafts, strict=True):
+        written = plain_text(model, encoder_input, decoder_input_ids=text, max_new_tokens=4)
+        assert torch.equal(draft.token_ids, written[:, -4:])
+
+
+def test_an_encoder_decoder_draft_reads_the_encoders_input():
+    """With an encoder of its own it makes its own states; without an input it cannot draft, and says so."""
+    model, encoder_input = shared("t5"), torch.tensor([[5, 6, 7, 8]])
+    written = plain_text(model, encoder_input, max_new_tokens=6)
+    other = shared("t5", seed=3).get_encoder()
+    drafting = ModelDraft(model).start(context(inputs={"input_ids": encoder_input}, encoder=other))
+    assert torch.equal(propose(drafting, written[:, :2], 5).token_ids, written[:, 2:])
+    with pytest.raises(DraftError, match="encoder"), torch.no_grad():
+        ModelDraft(model).start(context()).propose(written[:, :2], RoundBudget(2))
+
+
+class SeesRows(RoundBudget):
+    """Notes the confidences it is told, one a row each time."""
+
+    def __init__(self, num_tokens):
+        super().__init__(num_tokens, reads_confidence=True)
+        self.seen = []
+
+    def allows_another(self, *confidences):
+        self.seen.append(confidences)
+        return True
+
+
+def test_the_budget_is_told_of_all_rows_at_once():
+    """Rows that share forwards stop together, so the budget sees all their confidences."""
+    budget = SeesRows(3)
+    with torch.no_grad():
+        drafts = batch_of(shared(attn="sdpa"), 2).propose([prompt(5), prompt(7, seed=1)], budget)
+    assert [draft.confidences for draft in drafts] == list(zip(*budget.seen, strict=True))
+
+
+def test_rows_of_a_drawn_draft_have_their_own_laws():
+    """Under rejection each row's tokens come with the laws that they were drawn from."""
+    model = shared(attn="sdpa")
+    texts = [prompt(4, seed=1), prompt(8, seed=2)]
+    for text, draft in zip(texts, propose(batch_of(model, 2, "rejection"), texts, 3), strict=True):
+        for index in range(3):
+            prefix = torch.cat([text, draft.token_ids[:, :index]], dim=-1)
+            with torch.no_grad():
+                law = model(input_ids=prefix).logits[0, -1].float().softmax(-1)
+            torch.testing.assert_close(draft.probs[index], law, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,8 @@
 """One test a fact: a transformers or torch release that breaks one fails here, by name."""
 
 import copy
+import functools
+import inspect
 import io
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
@@ -16,14 +19,14 @@ from transformers import (
     StoppingCriteria,
     TextGenerationPipeline,
 )
-from transformers.cache_utils import DynamicLayer
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from hfspec import compat
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.support import cache_problem, model_problem
+from hfspec.cache.support import cache_problem
 from tests.models import PAD, SUPPORTED, build, char_tokenizer, prompt, rows, shared
 
 ALL_STATES = {
@@ -364,8 +367,10 @@ def test_a_plain_cache_grows_full_attention_layers():
     cache = filled()
     assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 2
     assert cache.offloading is False
-    assert compat.is_full_attention(cache)
-    assert compat.is_full_attention(DynamicCache())
+    assert not compat.is_empty(cache)
+    assert compat.is_empty(DynamicCache())
+    assert not compat.is_static(cache)
+    assert not compat.keeps_elsewhere(cache)
 
 
 def test_our_layers_are_made_by_the_host():
@@ -378,16 +383,61 @@ def test_our_layers_are_made_by_the_host():
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_caches_that_forget_are_told_apart():
-    """Sliding, linear, static and offloaded caches are not full attention in memory; Llama's is."""
-    config = shared().config
-    assert model_problem(config) is None
-    assert model_problem(build("mistral").config) is not None
-    assert cache_problem(StaticCache(config=config, max_cache_len=16)) is not None
+def test_caches_of_each_kind_are_told_apart():
+    """Windows, fixed sizes and offloading are seen on the cache that the host makes for a config."""
+    windows = DynamicCache(config=build("mistral").config)
+    assert [compat.is_sliding(layer) for layer in windows.layers] == [True, True]
+    full = DynamicCache(config=shared().config)
+    assert not any(compat.is_sliding(layer) for layer in full.layers)
+    static = StaticCache(config=shared().config, max_cache_len=16)
+    assert compat.is_static(static)
+    assert compat.keeps_elsewhere(static)
     offloaded = DynamicCache()
     offloaded.offloading = True
-    assert cache_problem(offloaded) is not None
-    assert cache_problem(DynamicCache(config=config)) is None
+    assert compat.keeps_elsewhere(offloaded)
+    assert all(cache_problem(cache) is None for cache in (windows, full, static, offloaded))
+    pair = EncoderDecoderCache(static, DynamicCache())
+    assert compat.text_layers(pair) is static.layers
+    assert compat.keeps_elsewhere(pair)
+
+
+@pytest.mark.parametrize("layer", sorted(compat.CROPPABLE_LAYERS, key=lambda layer: layer.__name__))
+def test_croppable_layers_forget_their_last_tokens(layer):
+    """The layers that are cropped, not copied, hold afterwards what a layer holds that never read more."""
+    parts = inspect.signature(layer.__init__).parameters
+    make = functools.partial(layer, max_cache_len=16) if "max_cache_len" in parts else layer
+    longer, shorter = make(), make()
+    keys = torch.randn(1, 2, 9, 4)
+    if layer.__name__ == "DummyLayer":  # it holds nothing, so there is nothing to forget
+        longer.crop(-3)
+        return
+    longer.update(keys, -keys)
+    shorter.update(keys[..., :6, :], -keys[..., :6, :])
+    longer.crop(-3)
+    assert int(longer.get_seq_length()) == int(shorter.get_seq_length()) == 6
+    more = torch.randn(1, 2, 2, 4)
+    assert torch.equal(longer.update(more, more)[0][..., :8, :], shorter.update(more, more)[0][..., :8, :])
+
+
+def test_a_windows_layer_cannot_be_cropped_beyond_its_window():
+    """Why sliding layers of the host's own are brought back by a snapshot."""
+    layer = DynamicSlidingWindowLayer(4)
+    keys = torch.randn(1, 2, 9, 4)
+    layer.update(keys, keys)
+    with pytest.raises((ValueError, RuntimeError)):
+        layer.crop(-2)
+
+
+def test_dynamic_layers_never_write_into_their_keys():
+    """Why a snapshot of them may keep references: every update makes new tensors."""
+    for layer in (DynamicLayer(), DynamicSlidingWindowLayer(4)):
+        keys = torch.randn(1, 2, 3, 4)
+        layer.update(keys, keys)
+        held = layer.keys
+        before = held.clone()
+        layer.update(keys + 1, keys + 1)
+        assert layer.keys is not held
+        assert torch.equal(held, before)
 
 
 def test_model_kwargs_hold_vanillas_cache():
@@ -395,7 +445,77 @@ def test_model_kwargs_hold_vanillas_cache():
     model, seen = build("mistral"), []
     model.__class__ = spied(type(model), seen)
     model.generate(prompt(5), max_new_tokens=2)
-    assert cache_problem(seen[0][2][compat.CACHE_KEY]) is not None
+    assert all(compat.is_sliding(layer) for layer in seen[0][2][compat.CACHE_KEY].layers)
+
+
+def test_an_encoder_decoder_has_run_its_encoder():
+    """The loop gets the encoder's outputs and a pair of caches; the encoder's input goes through `ENCODER_METHOD`."""
+    model, seen, given = build("t5"), [], []
+    encode = getattr(type(model), compat.ENCODER_METHOD)
+
+    def spy(self: Any, inputs_tensor: Any, model_kwargs: Any, model_input_name: Any, *args: Any, **kwargs: Any) -> Any:
+        given.append((inputs_tensor, model_input_name))
+        return encode(self, inputs_tensor, model_kwargs, model_input_name, *args, **kwargs)
+
+    model.__class__ = spied(type(model), seen)
+    setattr(type(model), compat.ENCODER_METHOD, spy)
+    out = model.generate(prompt(5), max_new_tokens=3, num_return_sequences=2, do_sample=True, **ALL_STATES)
+    _, args, kwargs = seen[0]
+    assert torch.equal(given[0][0], prompt(5))
+    assert given[0][1] in (None, "input_ids")
+    assert args[0].tolist() == [[PAD], [PAD]]
+    assert kwargs["encoder_outputs"].last_hidden_state.shape[:2] == (2, 5)
+    assert type(kwargs[compat.CACHE_KEY]) is EncoderDecoderCache
+    assert type(out) is GenerateEncoderDecoderOutput
+    row = compat.row_of_outputs(kwargs["encoder_outputs"], 1)
+    assert torch.equal(row.last_hidden_state, kwargs["encoder_outputs"].last_hidden_state[1:])
+
+
+# Batches
+
+
+def test_a_batch_is_drawn_at_once():
+    """`_sample` draws one token for all rows from the default generator, finished rows included."""
+    ids = torch.cat([prompt(5, seed=seed) for seed in range(3)])
+    call = {"do_sample": True, "max_new_tokens": 6, "top_k": 0, "return_dict_in_generate": True, "output_scores": True}
+    torch.manual_seed(3)
+    out = build().generate(ids, **call)
+    torch.manual_seed(3)
+    for step, scores in enumerate(out.scores):
+        assert torch.equal(torch.multinomial(scores.softmax(-1), 1)[:, 0], out.sequences[:, 5 + step])
+    eos = int(out.sequences[1, 6])
+    torch.manual_seed(3)
+    ended = build().generate(ids, **call, eos_token_id=eos, pad_token_id=PAD).sequences
+    for row, text in enumerate(out.sequences[:, : ended.shape[1]]):
+        after_end = (text[5:] == eos).cumsum(-1) - (text[5:] == eos).long() > 0
+        assert torch.equal(ended[row, 5:], text[5:].masked_fill(after_end, PAD))
+
+
+def test_holes_that_a_mask_hides_change_nothing():
+    """Slots in the midst of a row, hidden by a 2-D mask, are nothing to a rotary model that is told the positions."""
+    model, ids = shared(attn="sdpa"), prompt(6)
+    holes = torch.cat([ids[:, :3], rows(7, 7), ids[:, 3:]], dim=-1)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 2, 2, 3, 4, 5]])
+    plain = read(model, ids, DynamicCache()).logits[:, 3:]
+    cache = DynamicCache()
+    read(model, holes[:, :5], cache, attention_mask=mask[:, :5], position_ids=positions[:, :5])
+    hidden = read(model, holes[:, 5:], cache, attention_mask=mask, position_ids=positions[:, 5:]).logits
+    torch.testing.assert_close(hidden, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_taken_from_every_tensor_but_the_positions_in_the_cache():
+    """`compat.select_rows` relies on the host's convention that tensors have rows first."""
+    kwargs = {
+        "attention_mask": torch.arange(6).view(3, 2),
+        "cache_position": torch.arange(3),
+        "use_cache": True,
+        "scalar": torch.tensor(3),
+    }
+    chosen = compat.select_rows(kwargs, [2, 0], 3)
+    assert chosen["attention_mask"].tolist() == [[4, 5], [0, 1]]
+    assert chosen["cache_position"].tolist() == [0, 1, 2]
+    assert (chosen["use_cache"], int(chosen["scalar"])) == (True, 3)
 
 
 # A class made on the fly

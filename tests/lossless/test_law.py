@@ -49,7 +49,7 @@ class Enumerated:
         coins = (torch.arange(NUM_COINS) + 0.5) / NUM_COINS
         for self.coin in coins.tolist() if proposal is not None else [0.5]:
             self.drawn_from = None
-            chosen = rule.choose(target.log()[None], proposal)
+            chosen = rule.choose(target.log()[None], proposal and [proposal])
             law += torch.eye(len(target))[int(chosen)] if self.drawn_from is None else self.drawn_from
         return law / law.sum()
 
@@ -66,10 +66,9 @@ def enumerated(monkeypatch):
 class SoftmaxOfAChosenToken(Rejection):
     """Wrong as in case 5: scores a chosen token with the draft's own softmax, as if it had been drawn from it."""
 
-    def choose(self, scores, proposal):
-        if proposal is not None and proposal.probs is None:
-            proposal = Proposal(proposal.token_id, torch.tensor([0.3, 0.4, 0.1, 0.2]))
-        return super().choose(scores, proposal)
+    def choose(self, scores, proposals):
+        law = torch.tensor([0.3, 0.4, 0.1, 0.2])
+        return super().choose(scores, [Proposal(each.token_id, law) for each in proposals])
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -112,7 +111,7 @@ def test_a_coin_of_zero_accepts_no_impossible_token(enumerated, draft):
     enumerated.coin = 0.0
     for token in (0, 1):
         enumerated.drawn_from = None
-        Rejection().choose(torch.tensor([[-torch.inf, -torch.inf, 0.0, 0.0]]), Proposal(token, draft))
+        Rejection().choose(torch.tensor([[-torch.inf, -torch.inf, 0.0, 0.0]]), [Proposal(token, draft)])
         assert enumerated.drawn_from is not None, "it was accepted"
         assert enumerated.drawn_from[token] == 0
 
@@ -121,7 +120,7 @@ def test_equal_laws_have_no_residual_and_no_nan(enumerated):
     """Case 7: where the residual sums to 0 the target's law is drawn from, and nothing is nan."""
     target = torch.tensor([0.25, 0.25, 0.25, 0.25])
     enumerated.coin = 1.0
-    Rejection().choose(target.log()[None], Proposal(2, target))
+    Rejection().choose(target.log()[None], [Proposal(2, target)])
     assert enumerated.drawn_from is not None
     assert torch.allclose(enumerated.drawn_from, target)
 
@@ -157,6 +156,27 @@ def distance_over_calls(draft: Any) -> tuple[float, float]:
     law = second_token_law(model, ids)
     assert not bool((counts[law == 0] > 0).any()), "a token outside the target's support"
     return total_variation(counts / counts.sum(), law), rate
+
+
+@pytest.mark.parametrize("in_step", [False, True], ids=["own pace", "in step"])
+def test_rows_of_a_batch_have_the_targets_law_too(in_step):
+    """Rows that go on each at its own pace, and rows that go on together, are drawn as rows by themselves are."""
+    model, ids, num_rows = shared(), prompt(1), 2 if in_step else 8
+    batch = {"forced_bos_token_id": FIRST, "return_dict_in_generate": in_step, "logits_processor": []}
+    counts = torch.zeros(VOCAB)
+    with hfspec.patched(model, noisy(scale=0.05 if in_step else 0.1), draft_budget=2, acceptance="rejection"):
+        for seed in range(NUM_CALLS // num_rows):
+            torch.manual_seed(seed)
+            out = model.generate(ids.expand(num_rows, -1), **(call(ids) | batch))
+            tokens = out.sequences if in_step else out
+            assert (tokens[:, 1] == FIRST).all()
+            counts += torch.bincount(tokens[:, 2], minlength=VOCAB)
+        total = hfspec.stats(model).total
+    assert 0.2 < total.acceptance_rate < 0.95, "the test needs acceptances and rejections"
+    assert bool(total.lockstep_reasons) == in_step
+    law = second_token_law(model, ids)
+    assert not bool((counts[law == 0] > 0).any()), "a token outside the target's support"
+    assert total_variation(counts / counts.sum(), law) < 0.06
 
 
 class Lying(DraftSource):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 import hfspec
 from hfspec import compat
-from tests.models import SUPPORTED, assert_same_cache, both, noisy, plain_text, prompt, shared
+from tests.models import SUPPORTED, assert_close, assert_same_cache, both, noisy, plain_text, prompt, shared
 
 TURN = {"max_new_tokens": 12, "return_dict_in_generate": True}
 
@@ -61,6 +61,46 @@ def test_a_cache_handed_in_is_filled_without_a_dict_too():
     assert mine.get_seq_length() == 17
 
 
+CACHES = {
+    "static": lambda: StaticCache(config=shared().config, max_cache_len=96),
+    "static windows": lambda: StaticCache(config=shared("mistral").config, max_cache_len=96),
+    "windows": lambda: DynamicCache(config=shared("mistral").config),
+}
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("name", CACHES)
+def test_any_cache_of_the_hosts_is_filled_in_place(name, num_rows):
+    """Two turns over a cache of the user's, of a kind that cannot be cropped, or is zeroed: as vanilla leaves it."""
+    arch = "llama" if name == "static" else "mistral"
+    model, caches = shared(arch), (CACHES[name](), CACHES[name]())
+    texts = []
+    for cache, is_patched in zip(caches, (False, True), strict=True):
+        ids = torch.cat([prompt(6, seed=seed) for seed in range(num_rows)])
+        with hfspec.patched(model, noisy(arch), draft_budget=3):
+            for turn in range(2):
+                call = {compat.CACHE_KEY: cache, "disable_compile": True, "speculate": is_patched}
+                ids = model.generate(ids, **call, **TURN).sequences
+                ids = torch.cat([ids, torch.cat([prompt(5, seed=9 + turn + row) for row in range(num_rows)])], dim=-1)
+            if is_patched:
+                assert hfspec.stats(model).last.fallback_reason is None
+                assert hfspec.stats(model).total.accepted_tokens > 0
+        texts.append(ids)
+    assert torch.equal(*texts)
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        plain, fast = layers
+        assert int(plain.get_seq_length()) == int(fast.get_seq_length())
+        assert_close((plain.keys, plain.values), (fast.keys, fast.values))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_an_encoder_decoders_cache_is_handed_back(num_rows):
+    """Both parts of it, with all states that were asked for, as vanilla has them."""
+    ids = torch.cat([prompt(6, seed=seed) for seed in range(num_rows)])
+    call = TURN | {"output_hidden_states": True, "output_scores": True, "output_attentions": True}
+    both(shared("t5"), noisy("t5"), ids, call, draft_budget=3).assert_same().assert_drafted()
+
+
 def test_the_draft_never_sees_the_users_cache():
     """A draft of another shape could not share the target's cache; the target's is for the target alone."""
     draft = shared("gpt2", seed=1)
@@ -87,19 +127,18 @@ def test_a_prefix_read_once_serves_many_calls():
     both(model, noisy(), ids, lambda: TURN | {compat.CACHE_KEY: read()}, draft_budget=4).assert_same().assert_drafted()
 
 
-def test_an_error_leaves_the_users_cache_at_the_text():
-    """A streamer that raises in mid-round (a client hung up) leaves vanilla's cache behind."""
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_an_error_leaves_the_users_cache_at_the_text(num_rows):
+    """A stopping criterion that raises in mid-round leaves vanilla's cache behind."""
 
-    class HangsUp:
-        num_put = 0
+    class HangsUp(StoppingCriteria):
+        num_calls = 0
 
-        def put(self, value):
-            self.num_put += 1
-            if self.num_put == 6:
+        def __call__(self, input_ids, scores, **kwargs):
+            self.num_calls += 1
+            if self.num_calls == 5:
                 raise ConnectionError("the client hung up")
-
-        def end(self):
-            raise AssertionError("never called by vanilla after an error")
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     caches = DynamicCache(), DynamicCache()
     for cache, is_patched in zip(caches, (False, True), strict=True):
@@ -107,7 +146,11 @@ def test_an_error_leaves_the_users_cache_at_the_text():
         try:
             with pytest.raises(ConnectionError, match="hung up"):
                 shared().generate(
-                    prompt(6), streamer=HangsUp(), speculate=is_patched, **{compat.CACHE_KEY: cache}, **TURN
+                    prompt(6).expand(num_rows, -1),
+                    stopping_criteria=[HangsUp()],
+                    speculate=is_patched,
+                    **{compat.CACHE_KEY: cache},
+                    **TURN,
                 )
         finally:
             hfspec.unpatch(shared())

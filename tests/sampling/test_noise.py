@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hfspec.sampling.noise import SeededNoise
+from hfspec.sampling import noise as noise_module
+from hfspec.sampling.noise import RowNoise, SeededNoise
 
 
 def laws(count, vocab=97, seed=0):
@@ -109,3 +112,142 @@ def test_several_rows_are_drawn_at_once():
     noise = SeededNoise()
     noise.peek(law, 1)
     assert torch.equal(noise.multinomial(law), expected)
+
+
+# Rows of a batch
+
+
+def batch_draws(probs, num_draws, seed=0):
+    """What vanilla draws for a whole batch `[rows, vocab]`, draw after draw: `[rows, num_draws]`, and its end state."""
+    torch.manual_seed(seed)
+    columns = [torch.multinomial(each, 1) for each in probs[:num_draws]]
+    return torch.cat(columns, dim=1).tolist(), torch.get_rng_state()
+
+
+def batch_laws(num_draws, num_rows, vocab=31):
+    return torch.randn(num_draws, num_rows, vocab, generator=torch.Generator().manual_seed(5)).softmax(-1)
+
+
+@pytest.fixture(params=["kept", "dropped"])
+def memory(request, monkeypatch):
+    """Noise that is kept as long as it is needed, and noise that must be drawn again most of the time."""
+    if request.param == "dropped":
+        monkeypatch.setattr(noise_module, "_MAX_BYTES", 1)
+
+
+@pytest.mark.parametrize("order", ["one after the other", "in turns", "the last first", "far ahead, then back"])
+def test_rows_at_their_own_paces_draw_what_the_batch_draws(memory, order):
+    """Whichever row draws first and how far ahead, each gets its share of vanilla's draws for all."""
+    num_rows, num_draws = 3, 12
+    probs = batch_laws(num_draws, num_rows)
+    expected, state = batch_draws(probs, num_draws)
+    turns = {
+        "one after the other": [row for row in range(3) for _ in range(num_draws)],
+        "in turns": list(range(3)) * num_draws,
+        "the last first": [row for row in (2, 1, 0) for _ in range(num_draws)],
+        "far ahead, then back": [0] * 9 + [1] * 2 + [2] * 12 + [1] * 10 + [0] * 3,
+    }[order]
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    noise = SeededNoise()
+    rows = [RowNoise(noise, row, num_rows, runs_ahead=True) for row in range(num_rows)]
+    drawn = [[], [], []]
+    for row in turns:
+        law = probs[len(drawn[row]), row : row + 1]
+        drawn[row].append(int(rows[row].multinomial(law)))
+    assert drawn == expected
+    assert torch.equal(torch.get_rng_state(), before), "the generator moved before the call was settled"
+    noise.settle(num_draws)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@given(data=st.data())
+def test_any_paces_peeks_and_ends(data):
+    """Rows that peek, draw and end where they like: their draws are vanilla's, and so is the state at the end."""
+    num_rows = data.draw(st.integers(1, 4))
+    lengths = data.draw(st.lists(st.integers(1, 8), min_size=num_rows, max_size=num_rows))
+    probs = batch_laws(16, num_rows)
+    expected, state = batch_draws(probs, max(lengths))
+    most = data.draw(st.sampled_from([1, 1 << 20]))
+    kept, noise_module._MAX_BYTES = noise_module._MAX_BYTES, most
+    try:
+        torch.manual_seed(0)
+        noise = SeededNoise()
+        rows = [RowNoise(noise, row, num_rows, runs_ahead=True) for row in range(num_rows)]
+        drawn = [[] for _ in range(num_rows)]
+        while unfinished := [row for row in range(num_rows) if len(drawn[row]) < lengths[row]]:
+            row = data.draw(st.sampled_from(unfinished))
+            at = len(drawn[row])
+            ahead = data.draw(st.integers(0, 4))
+            foretold = (probs[at + ahead, row : row + 1] / rows[row].peek(probs[0, row : row + 1], ahead)).argmax(-1)
+            if at + ahead < lengths[row]:
+                assert int(foretold) == expected[row][at + ahead]
+            drawn[row].append(int(rows[row].multinomial(probs[at, row : row + 1])))
+        noise.settle(max(lengths))
+    finally:
+        noise_module._MAX_BYTES = kept
+    assert drawn == [each[:length] for each, length in zip(expected, lengths, strict=True)]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rows_in_step_peek_at_what_the_batch_draws(memory):
+    """Where the whole batch draws at once its rows only look ahead, and see what it will draw."""
+    probs = batch_laws(6, 3)
+    expected, state = batch_draws(probs, 6)
+    torch.manual_seed(0)
+    noise = SeededNoise()
+    rows = [RowNoise(noise, row, 3, runs_ahead=False) for row in range(3)]
+    drawn = []
+    for step in range(6):
+        for ahead in range(min(3, 6 - step)):
+            for row, each in enumerate(rows):
+                law = probs[step + ahead, row : row + 1]
+                assert int((law / each.peek(law, ahead)).argmax()) == expected[row][step + ahead]
+        drawn.append(noise.multinomial(probs[step]).tolist())
+    assert [list(row) for row in zip(*drawn, strict=True)] == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_rows_bad_law_raises_vanillas_error():
+    """nan in one row is the error that it is in vanilla."""
+    law = batch_laws(1, 1)[0]
+    law[0, 3] = float("nan")
+    with pytest.raises(RuntimeError, match="inf"):
+        RowNoise(SeededNoise(), 0, 2, runs_ahead=True).multinomial(law)
+
+
+@pytest.mark.parametrize("num_draws", [1, 4, 7])
+def test_settling_leaves_the_generator_after_so_many_draws(memory, num_draws):
+    """Also where more was peeked at, and drawing goes on from there."""
+    probs = batch_laws(9, 2)
+    _, state = batch_draws(probs, num_draws)
+    next_draw = torch.multinomial(probs[8], 1).squeeze(1)
+    torch.manual_seed(0)
+    noise = SeededNoise()
+    for position in range(7):
+        noise.peek(probs[0], position)
+    noise.settle(num_draws)
+    assert torch.equal(torch.get_rng_state(), state)
+    noise.peek(probs[0], 3)
+    assert torch.equal(noise.multinomial(probs[8]), next_draw)
+
+
+def test_settling_nothing_moves_nothing():
+    """A call that ended before its first draw leaves the generator alone, peeked at or not."""
+    before = torch.get_rng_state()
+    noise = SeededNoise()
+    noise.settle(0)
+    noise.peek(batch_laws(1, 2)[0], 3)
+    noise.settle(0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_memory_of_noise_is_bounded(monkeypatch):
+    """However far a row runs ahead, no more noise is kept than allowed; what is drawn again is the same."""
+    law = batch_laws(1, 2)[0]
+    monkeypatch.setattr(noise_module, "_MAX_BYTES", 5 * law.nbytes)
+    noise = SeededNoise()
+    first = noise.peek(law, 0).clone()
+    noise.peek(law, 200)
+    assert len(noise._noise) <= 5
+    assert torch.equal(noise.peek(law, 0), first)

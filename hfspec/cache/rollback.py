@@ -1,0 +1,121 @@
+"""Brings any cache back to an earlier point of the text: by a length where it can, by a snapshot where it cannot.
+
+A cache that keeps one state for the whole text (recurrent layers), or throws old slots away (static sliding
+windows), cannot forget its last tokens. It is copied at a *checkpoint*, restored when tokens are rejected, and
+the accepted ones are read again as the left part of the next forward: lazily, without a forward of their own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
+
+from hfspec import compat
+from hfspec.cache.ledger import SpeculativeLayer
+
+
+class Rollback:
+    """How many tokens of the text a cache has read, and the way back.
+
+    Args:
+        cache: of any kind that `support.cache_problem` accepts; filled by the model's forwards.
+        num_read: tokens of the text in it. Any number will do for a start, as only differences count.
+    """
+
+    def __init__(self, cache: Cache, num_read: int = 0) -> None:
+        self.num_read = num_read
+        self._cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        self._checkpoint_at = num_read
+        self._restores: list[Callable[[], None]] = []
+
+    @property
+    def goes_back_at_will(self) -> bool:
+        """Whether `to` reaches any point, not only the last checkpoint."""
+        return all(_crops(layer) for layer in self._cache.layers)
+
+    def checkpoint(self) -> None:
+        """Everything read so far is committed: never go back beyond this point."""
+        if self.goes_back_at_will:
+            for layer in self._cache.layers:
+                if isinstance(layer, SpeculativeLayer):
+                    layer.committed = layer.length
+        elif self.num_read != self._checkpoint_at or not self._restores:
+            self._restores = [_snapshot(layer) for layer in self._cache.layers]
+            self._checkpoint_at = self.num_read
+
+    def to(self, num_read: int) -> None:
+        """Go back to so many tokens or, if that cannot be, to the last checkpoint; `num_read` then says how many."""
+        excess = self.num_read - num_read
+        if excess <= 0:
+            return
+        if self.goes_back_at_will:
+            for layer in self._cache.layers:
+                layer.crop(-excess)  # 0, or a positive count, means different things in different releases
+                if isinstance(layer, StaticLayer) and layer.is_initialized:
+                    _clear_last(layer, excess)
+            self.num_read = num_read
+            return
+        for restore in self._restores:
+            restore()
+        self.num_read = self._checkpoint_at
+
+
+def _crops(layer: Any) -> bool:
+    """Whether the layer can forget its last tokens, however many and whenever."""
+    if isinstance(layer, SpeculativeLayer):
+        return True
+    if isinstance(layer, (compat.LINEAR_LAYER, DynamicSlidingWindowLayer)):
+        return False
+    return type(layer) in compat.CROPPABLE_LAYERS and not (
+        isinstance(layer, StaticLayer) and getattr(layer, "is_sliding", False)
+    )
+
+
+def _snapshot(layer: Any) -> Callable[[], None]:
+    """Copy a layer's state; the function returned puts it back, as often as it is called."""
+    if isinstance(layer, SpeculativeLayer):
+        length = layer.committed = layer.length
+        return lambda: layer.rollback(length)
+    # Keys and values of dynamic layers are replaced at every update, never written into: a reference will do.
+    by_reference = ("keys", "values") if isinstance(layer, DynamicLayer) else ()
+    saved = {name: value if name in by_reference else _copied(value) for name, value in vars(layer).items()}
+
+    def restore() -> None:
+        for name, value in saved.items():
+            if name in by_reference:
+                setattr(layer, name, value)
+            else:
+                setattr(layer, name, _put_back(value, getattr(layer, name, None)))
+
+    return restore
+
+
+def _clear_last(layer: StaticLayer, num_slots: int) -> None:
+    """Leave nothing behind in slots that were given back: they are zero in vanilla's static cache."""
+    end = int(layer.get_seq_length()) + num_slots
+    for states in (layer.keys, layer.values):
+        states[..., end - num_slots : end, :] = 0
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value
+
+
+def _put_back(saved: Any, current: Any) -> Any:
+    """A copy of what was saved, written into the current tensor where that fits: its address may matter."""
+    if isinstance(saved, torch.Tensor):
+        if isinstance(current, torch.Tensor) and current.shape == saved.shape and current.device == saved.device:
+            return current.copy_(saved)
+        return saved.clone()
+    if isinstance(saved, dict):
+        return {key: _put_back(each, (current or {}).get(key)) for key, each in saved.items()}
+    if isinstance(saved, list):
+        return [_copied(each) for each in saved]
+    return saved

@@ -1,0 +1,124 @@
+"""What the host has prepared when it would begin to decode: the arguments of its `_sample`, and what they imply."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationConfig
+
+from hfspec import compat
+from hfspec.sampling.processors import for_row
+
+#: Inputs that stand in places of the text, which a draft model that reads only text leaves out.
+_MEDIA_INPUTS = (
+    "pixel_values",
+    "pixel_values_videos",
+    "input_features",
+    "input_values",
+    "mm_encoder_outputs",
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One call, as the host hands it over.
+
+    Attributes:
+        model: the patched model.
+        input_ids: `[rows, prompt_length]`; of an encoder-decoder model, the decoder's.
+        model_kwargs: what goes into the forwards, the cache included.
+        streamer: told of the prompt already; gets every token, and the end.
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    streamer: Any = None
+    synced_gpus: bool = False
+
+    def for_row(self, row: int) -> "Prepared":
+        """The same call as one of its rows would be by itself: `input_ids` `[1, prompt_length]`, and its processors."""
+        processors = for_row(self.processors, row, self.num_rows)
+        return replace(self, input_ids=self.input_ids[row : row + 1], processors=processors)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the batch, several sequences for one prompt included."""
+        return self.input_ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ids are, and the logits are wanted."""
+        return self.input_ids.device
+
+    @property
+    def cache(self) -> Any:
+        """The cache that the host made, or the user passed."""
+        return self.model_kwargs.get(compat.CACHE_KEY)
+
+    @property
+    def encoder_outputs(self) -> Any:
+        """Of an encoder-decoder model; `None` for others."""
+        return self.model_kwargs.get("encoder_outputs") if self.model.config.is_encoder_decoder else None
+
+    @property
+    def ends_by_token(self) -> bool:
+        """Whether a token can end a row; only then does vanilla fill up finished rows with padding."""
+        return any(hasattr(each, "eos_token_id") for each in self.criteria)
+
+    @property
+    def pad_id(self) -> int | None:
+        """What finished rows get; `None` if vanilla goes on writing them."""
+        pad: torch.Tensor | None = self.generation_config._pad_token_tensor
+        return int(pad) if self.ends_by_token and pad is not None else None
+
+    @property
+    def returns_states(self) -> bool:
+        """Whether the caller gets more than the tokens."""
+        return bool(self.generation_config.return_dict_in_generate)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        width = getattr(self.model.get_output_embeddings(), "out_features", None)
+        return width if isinstance(width, int) else int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def max_length(self) -> int | None:
+        """The length no draft may reach beyond: where the text ends, or the target's positions do."""
+        positions = compat.max_positions(self.model.config)
+        embeds = self.model_kwargs.get("inputs_embeds")
+        if positions is not None and embeds is not None:
+            positions -= embeds.shape[1]  # they take positions, but are no part of the text
+        limits = [self.criteria.max_length, None if positions is None else positions + 1]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether images, videos or sounds stand in places of the text."""
+        return not self.model.config.is_encoder_decoder and any(
+            _is_given(self.model_kwargs.get(name)) for name in _MEDIA_INPUTS
+        )
+
+    def text_mask(self, row: int) -> torch.Tensor | None:
+        """Which of a row's prompt ids `[1, prompt_length]` are text, if not all: padding is not, nor images' places."""
+        ids = self.input_ids[row : row + 1]
+        is_text = torch.ones_like(ids, dtype=torch.bool)
+        prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
+        mask = self.model_kwargs.get(f"{prefix}attention_mask")
+        if mask is not None and mask.shape == self.input_ids.shape:
+            is_text &= mask[row : row + 1].bool()
+        if self.has_media:
+            for token_id in compat.media_token_ids(self.model.config):
+                is_text &= ids != token_id
+        return None if bool(is_text.all()) else is_text
+
+
+def _is_given(value: Any) -> bool:
+    """Whether an input is there; 5.24 passes dicts that may hold nothing."""
+    return any(_is_given(each) for each in value.values()) if isinstance(value, dict) else value is not None

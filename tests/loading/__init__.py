@@ -1,0 +1,1 @@
+"""Models loaded in every way people load them: quantised, packed, offloaded, adapted, compiled."""
