@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTraine
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
 from transformers.generation import utils as generation_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 #: The keyword for the cache in forwards, `generate()` and outputs: `cache` in 5.24, `past_key_values` before.
@@ -70,6 +71,10 @@ CROPPABLE_LAYERS = frozenset(
     )
     if hasattr(layer, "crop")
 )
+
+#: Whether layers drop the cache when a model is in training mode with gradient checkpointing, as long as no
+#: gradients are asked for (5.24 keeps it then).
+CHECKPOINTING_DROPS_CACHE = "is_grad_enabled" not in inspect.getsource(GradientCheckpointingLayer)
 
 #: The host's decoding loops, each a method that `generate()` looks up on `type(model)`.
 SAMPLE_METHOD = "_sample"
@@ -213,10 +218,37 @@ def compiles_decoding(
     return bool(host._valid_auto_compile_criteria(model_kwargs, generation_config))
 
 
+def looks_ahead_for_attentions(model: PreTrainedModel) -> bool:
+    """Whether a model that is asked for its attention weights sees what comes later in the same forward.
+
+    Falcon then adds the mask to its scores; 4.57 makes one for that, 5.x one of booleans unless attention is eager.
+    """
+    makes_masks = hasattr(model.base_model, "_update_causal_mask")
+    return model.config.model_type == "falcon" and model.config._attn_implementation != "eager" and not makes_masks
+
+
 def decoding(model: PreTrainedModel) -> AbstractContextManager[None]:
     """The context in which 5.x runs every forward after the prompt (it switches kernels for experts)."""
     host: Any = model
     return host._optimize_model_for_decode() if hasattr(model, "_optimize_model_for_decode") else nullcontext()
+
+
+def reads_all(config: Any) -> bool:
+    """Whether the model knows no cache, so that vanilla feeds it the whole text for every token."""
+    return str(config.model_type) == "openai-gpt"
+
+
+def state_key(config: Any) -> str | None:
+    """The keyword of a state that is no cache of the host's kind, made by the model itself; `None` for other models."""
+    keys = {"minimax": CACHE_KEY, "rwkv": "state", "xlstm": CACHE_KEY}
+    return keys.get(config.model_type) if CACHE_KEY == "cache" else None
+
+
+def prepare_all(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Prepare a forward over the whole text `[rows, length]`, as vanilla does without a cache."""
+    host: Any = model
+    model_inputs: dict[str, Any] = host.prepare_inputs_for_generation(input_ids, **model_kwargs)
+    return model_inputs
 
 
 def is_sliding(layer: Any) -> bool:
@@ -241,6 +273,15 @@ def is_empty(cache: Any) -> bool:
 def is_static(cache: Any) -> bool:
     """Whether the cache has its full size from the beginning."""
     return any(isinstance(layer, cache_utils.StaticLayer) for layer in text_layers(cache))
+
+
+def masks_by_types(model: PreTrainedModel, cache: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the host makes the mask before the forward, and from token types, as for Gemma 3 over a static cache.
+
+    It takes several tokens at once for a prompt then.
+    """
+    has_types = any(model_kwargs.get(name) is not None for name in _TOKEN_TYPES)
+    return has_types and is_static(cache) and hasattr(model, "create_masks_for_generate")
 
 
 def keeps_elsewhere(cache: Any) -> bool:
@@ -276,20 +317,34 @@ def forget_prepared_cache(model: PreTrainedModel) -> None:
         del vars(model)["_cache"]
 
 
-def max_exact_length(config: Any) -> int | None:
-    """The length up to which a forward over many tokens computes what forwards over one each do; `None`: any.
+def exact_lengths(config: Any) -> list[tuple[int, str]]:
+    """Lengths up to which a forward over many tokens computes what forwards over one each do, and what changes then.
 
-    Dynamic and long RoPE choose the frequencies of a whole forward by the furthest position in it.
+    Dynamic and long RoPE choose the frequencies of a whole forward by the furthest position in it. Sparse attention
+    picks the best slots once there are more than it takes, and breaks ties by how many tokens come at once.
     """
     config = config.get_text_config(decoder=True)
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [scaling, *(each for each in scaling.values() if isinstance(each, dict))]
-    if not any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds):
-        return None
-    limits = [getattr(config, name, None) for name in ("original_max_position_embeddings", "max_position_embeddings")]
-    limits += [kind.get("original_max_position_embeddings") for kind in kinds]
-    exact: int = min(limit for limit in limits if limit)
-    return exact
+    lengths: list[tuple[int, str]] = []
+    if any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds):
+        names = ("original_max_position_embeddings", "max_position_embeddings")
+        limits = [getattr(config, name, None) for name in names]
+        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+        lengths.append((min(limit for limit in limits if limit), "its position encoding changes"))
+    if isinstance(getattr(config, "index_topk", None), int):
+        lengths.append((config.index_topk, "its attention picks slots"))
+    return lengths
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its ids: its embedding's device; `meta` where weights are brought in for each forward."""
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # models with an embedding of their own kind
+        weight = None
+    device: torch.device = (next(model.parameters()) if weight is None else weight).device
+    return device
 
 
 def max_positions(config: Any) -> int | None:
@@ -302,4 +357,4 @@ def empty_cache_for(config: Any) -> Cache:
     """The cache vanilla would make for a model of this config."""
     text_config = config.get_text_config(decoder=True)
     cache = DynamicCache(config=text_config)
-    return EncoderDecoderCache(cache, DynamicCache(config=text_config)) if config.is_encoder_decoder else cache
+    return EncoderDecoderCache(cache, DynamicCache()) if config.is_encoder_decoder else cache

@@ -34,7 +34,7 @@ from hfspec.metrics import Metrics
 from hfspec.prepared import Prepared
 from hfspec.reasons import lockstep_reason, plain_reason
 from hfspec.sampling.noise import RowNoise, SeededNoise
-from hfspec.target.forward import RaggedTarget, Target
+from hfspec.target.forward import RaggedTarget, StateTarget, Target, UncachedTarget
 
 logger = logging.getLogger("hfspec")
 
@@ -82,7 +82,7 @@ class Call:
         has_host_loop: whether the model's class decodes with the host's own `_sample`.
         has_own_cache: whether the user passed a cache, which must then be filled as given.
         was_decoded: whether the host came to one of the decoding loops that hfspec stands in for.
-        encoder_inputs: what the encoder of an encoder-decoder model was given, by name.
+        encoder_inputs: what the encoder was given, by name: of an encoder-decoder model, or of images and sounds.
     """
 
     model: PreTrainedModel
@@ -97,9 +97,9 @@ class Call:
 
     @property
     def plain_reason(self) -> str | None:
-        """Why the call runs plain whatever it asks for: by choice, by the pair, by the model's own loop; or `None`."""
+        """Why the call runs plain whatever it asks for: by choice, or by the model's own loop; or `None`."""
         own_loop = None if self.has_host_loop else f"{type(self.model).__name__} has a decoding loop of its own"
-        return _wanted_plain(self.options) or self.drafting.problem or own_loop
+        return _wanted_plain(self.options) or own_loop
 
     def note_plain(self, reason: str, may_raise: bool = True) -> None:
         """This call runs plain: count the reason, say it once per model, or raise if told to."""
@@ -143,7 +143,7 @@ def sample(
         streamer,
         synced_gpus,
     )
-    reason = call.plain_reason or plain_reason(prepared)
+    reason = call.plain_reason or plain_reason(prepared) or call.drafting.problem
     if reason is None:
         call.was_decoded = True
         return _speculate(call, prepared)
@@ -164,7 +164,8 @@ def sample(
 def _speculate(call: Call, prepared: Prepared) -> Any:
     """Decode by rounds; the result is what the host's `_sample` would have returned."""
     cache = prepared.cache
-    if not call.has_own_cache and compat.is_empty(cache) and not compat.keeps_elsewhere(cache):
+    has_cache = prepared.uses_cache and not prepared.keeps_own_state
+    if has_cache and not call.has_own_cache and compat.is_empty(cache) and not compat.keeps_elsewhere(cache):
         cache = speculative_cache(cache)  # the host has just made that one, for nobody else
     in_step = prepared.num_rows == 1
     if not in_step and (why := lockstep_reason(prepared, cache)) is not None:
@@ -175,7 +176,7 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     record = Record(prepared.generation_config, prepared.encoder_outputs)
     noises = [RowNoise(noise, row, prepared.num_rows, runs_ahead=not in_step) for row in range(prepared.num_rows)]
     if in_step:
-        target = Target(prepared, cache)
+        target = _target_in_step(prepared, cache)
         transcripts = [Transcript(prepared, _rule(call.options, prepared, noise), record)]
     else:
         target = RaggedTarget(prepared, cache)
@@ -206,6 +207,12 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     if prepared.returns_states or call.has_own_cache:
         target.catch_up(sequences)
     return record.output(sequences, target.cache_for_user)
+
+
+def _target_in_step(prepared: Prepared, cache: Any) -> Target:
+    if not prepared.uses_cache:
+        return UncachedTarget(prepared)
+    return StateTarget(prepared) if prepared.keeps_own_state else Target(prepared, cache)
 
 
 def run_plain(

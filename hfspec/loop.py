@@ -107,19 +107,25 @@ def _trimmed(drafts: list[Draft], transcripts: Sequence[Transcript], max_length:
     """No draft beyond a text's last token; rows in step get drafts of one length, or the padding that is due."""
     trimmed: list[Draft] = []
     for transcript, rows in _with_rows(transcripts):
-        most = min(
-            (
-                drafts[row].num_tokens
-                for row in range(*rows.indices(len(drafts)))
-                if not transcript.is_padded(row - rows.start)
-            ),
-            default=0,
-        )
+        lengths = [
+            _verifiable(transcript.input_ids[row], draft, transcript.last_draft_id)
+            for row, draft in enumerate(drafts[rows])
+            if not transcript.is_padded(row)
+        ]
+        most = min(lengths, default=0)
         if max_length is not None:
             most = max(0, min(most, max_length - transcript.length - 1))
         for row, draft in enumerate(drafts[rows]):
             trimmed.append(_padding(draft, transcript.pad_id, most) if transcript.is_padded(row) else draft.cut(most))
     return trimmed
+
+
+def _verifiable(text: torch.Tensor, draft: Draft, last_id: int | None) -> int:
+    """How many tokens of a draft behind a `text` can be verified in one forward: those up to the first `last_id`."""
+    if last_id is None:
+        return draft.num_tokens
+    ids: list[int] = [int(text[-1]), *draft.token_ids[0].tolist()]
+    return ids.index(last_id) if last_id in ids else draft.num_tokens
 
 
 def _padding(like: Draft, pad_id: int | None, num_tokens: int) -> Draft:

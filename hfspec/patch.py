@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hfspec import compat, decode
@@ -22,6 +23,7 @@ from hfspec.config import CALL_OPTIONS, Acceptance, DraftBudget, OnUnsupported, 
 from hfspec.drafting import Drafting, DraftLike, find_drafting, wrapped_hint
 from hfspec.errors import PatchError
 from hfspec.metrics import Stats
+from hfspec.prepared import MEDIA_INPUTS
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -38,6 +40,8 @@ class _Patch:
 
 #: Drafts named in calls that are kept for the next call that names them.
 _MAX_OTHER_DRAFTS = 4
+#: Tensors that a text-only model is given too.
+_TEXT_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
 #: Where the patch is found: on the class that the patched instance got for itself.
 _PATCH_ATTRIBUTE = "_hfspec_patch"
 
@@ -198,6 +202,7 @@ def _patched_class(base: Any, new: _Patch) -> Any:
     @functools.wraps(base.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _counted(_new_call(self, kwargs)) as call:
+            call.encoder_inputs = _media_of(self, kwargs)
             elsewhere = "custom_generate and paged batching are decoded in a way that hfspec does not see"
             if kwargs.get("custom_generate") is not None and call.options.on_unsupported == "raise":
                 call.note_plain(elsewhere)
@@ -275,6 +280,17 @@ def _remembered(mine: _Patch, model: PreTrainedModel, draft: DraftLike, options:
     drafting = find_drafting(model, draft, options)
     mine.other_drafts = [*mine.other_drafts[1 - _MAX_OTHER_DRAFTS :], (draft, drafting)]
     return drafting
+
+
+def _media_of(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call that bring images or sounds into a text, and those that tell how.
+
+    The host encodes them before it decodes; a draft that sees has an encoder of its own.
+    """
+    if model.config.is_encoder_decoder or not any(kwargs.get(name) is not None for name in MEDIA_INPUTS):
+        return {}
+    others = _host_keywords().union(_TEXT_INPUTS)
+    return {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in others}
 
 
 @functools.cache

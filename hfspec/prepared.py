@@ -9,16 +9,13 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.generation import GenerationConfig
 
 from hfspec import compat
+from hfspec.exactness import last_draft_id
 from hfspec.sampling.processors import for_row
 
 #: Inputs that stand in places of the text, which a draft model that reads only text leaves out.
-_MEDIA_INPUTS = (
-    "pixel_values",
-    "pixel_values_videos",
-    "input_features",
-    "input_values",
-    "mm_encoder_outputs",
-)
+MEDIA_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+#: The same, when the host has encoded them before it decodes.
+_ENCODED_MEDIA = "mm_encoder_outputs"
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,16 @@ class Prepared:
         return self.model_kwargs.get(compat.CACHE_KEY)
 
     @property
+    def uses_cache(self) -> bool:
+        """Whether vanilla reads only the newest token in each forward, and not the whole text again."""
+        return bool(self.model_kwargs.get("use_cache")) and not compat.reads_all(self.model.config)
+
+    @property
+    def keeps_own_state(self) -> bool:
+        """Whether the model makes a state of its own kind in the prompt's forward."""
+        return compat.state_key(self.model.config) is not None
+
+    @property
     def encoder_outputs(self) -> Any:
         """Of an encoder-decoder model; `None` for others."""
         return self.model_kwargs.get("encoder_outputs") if self.model.config.is_encoder_decoder else None
@@ -98,24 +105,36 @@ class Prepared:
         limits = [self.criteria.max_length, None if positions is None else positions + 1]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    @cached_property
+    def last_draft_id(self) -> int | None:
+        """The id behind which the target cannot verify anything in the same forward, if there is one."""
+        return last_draft_id(self.model.config)
+
     @property
     def has_media(self) -> bool:
         """Whether images, videos or sounds stand in places of the text."""
         return not self.model.config.is_encoder_decoder and any(
-            _is_given(self.model_kwargs.get(name)) for name in _MEDIA_INPUTS
+            _is_given(self.model_kwargs.get(name)) for name in (*MEDIA_INPUTS, _ENCODED_MEDIA)
         )
 
-    def text_mask(self, row: int) -> torch.Tensor | None:
-        """Which of a row's prompt ids `[1, prompt_length]` are text, if not all: padding is not, nor images' places."""
-        ids = self.input_ids[row : row + 1]
-        is_text = torch.ones_like(ids, dtype=torch.bool)
+    def padding_mask(self, row: int) -> torch.Tensor | None:
+        """Which of a row's prompt ids `[1, prompt_length]` are no padding, if not all."""
         prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
-        mask = self.model_kwargs.get(f"{prefix}attention_mask")
-        if mask is not None and mask.shape == self.input_ids.shape:
-            is_text &= mask[row : row + 1].bool()
-        if self.has_media:
-            for token_id in compat.media_token_ids(self.model.config):
-                is_text &= ids != token_id
+        mask: torch.Tensor | None = self.model_kwargs.get(f"{prefix}attention_mask")
+        if mask is None or mask.shape != self.input_ids.shape:
+            return None
+        is_read = mask[row : row + 1].bool()
+        return None if bool(is_read.all()) else is_read
+
+    def text_mask(self, row: int) -> torch.Tensor | None:
+        """Which of a row's prompt ids `[1, prompt_length]` are text, if not all: padding is not, nor images' places.
+
+        Those of earlier turns, whose images are in the cache alone, are none either.
+        """
+        ids, mask = self.input_ids[row : row + 1], self.padding_mask(row)
+        is_text = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        for token_id in compat.media_token_ids(self.model.config):
+            is_text = is_text & (ids != token_id)
         return None if bool(is_text.all()) else is_text
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from hfspec import compat
-from hfspec.cache.support import cache_problem, model_problem, ragged_problem
+from hfspec.cache.support import cache_problem, ragged_problem, target_problem
+from hfspec.exactness import exactness_problem
 from hfspec.prepared import Prepared
 from hfspec.sampling.processors import are_row_independent
 
@@ -18,25 +18,34 @@ _ROW_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 def plain_reason(prepared: Prepared) -> str | None:
     """Why this call cannot be sped up, or `None` if it can."""
     model, config = prepared.model, prepared.generation_config
-    problem = model_problem(model.config)
+    if prepared.input_ids.dim() != 2:
+        return "it writes several texts at once for every row"
+    problem = target_problem(model.config) if prepared.uses_cache else None
     if problem is not None:
         return problem
     if getattr(config, "is_assistant", False):
         return "the model is at work as another model's assistant"
-    if model.training and _drops_units(model):
-        return "the model is in training mode with random dropout or noise: no two forwards agree"
-    exact = compat.max_exact_length(model.config)
-    if exact is not None and (config.max_length is None or config.max_length > exact):
-        return f"its position encoding changes beyond {exact} tokens, and this call may get there"
+    problem = exactness_problem(model, config.max_length)
+    if problem is not None:
+        return problem
+    if config.output_attentions and compat.looks_ahead_for_attentions(model):
+        return "asked for attention weights, it looks ahead within what is fed at once"
     if prepared.synced_gpus:
         return "several processes must make the same forwards (synced_gpus)"
-    if not prepared.model_kwargs.get("use_cache"):
-        return "use_cache=False leaves nothing to continue from"
+    if not prepared.uses_cache:
+        if prepared.returns_states and (config.output_attentions or config.output_hidden_states):
+            return "without a cache, states of the whole text are wanted for every token"
+        return None
+    if prepared.keeps_own_state:
+        is_mixed = model.config.model_type == "rwkv" and prepared.num_rows > 1
+        return "its forwards over single tokens mix the rows of a batch, and others do not" if is_mixed else None
     problem = cache_problem(prepared.cache)
     if problem is not None:
         return problem
     if compat.compiles_decoding(model, prepared.model_kwargs, config):
         return "the host compiles forwards over single tokens for this kind of cache"
+    if compat.masks_by_types(model, prepared.cache, prepared.model_kwargs):
+        return "over a static cache token types would be taken for a prompt's whenever several tokens come at once"
     if prepared.returns_states and config.output_attentions and _has_odd_attentions(prepared.cache):
         return "attention weights over a windowed or static cache have another shape for several tokens at once"
     return None
@@ -58,6 +67,10 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
         return "a stopping criterion may look at the whole batch"
     if not prepared.ends_by_token and not all(type(each) is MaxLengthCriteria for each in prepared.criteria):
         return "rows that have ended go on until all have, as no token ends them"
+    if not prepared.uses_cache or prepared.keeps_own_state:
+        return "there is no cache of keys and values"
+    if any(_holds_more_than_rows(value) for name, value in prepared.model_kwargs.items() if name != compat.CACHE_KEY):
+        return "the model is handed more than tensors with a row for each text"
     if prepared.has_media or prepared.model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is more than text"
     position_ids = prepared.model_kwargs.get("position_ids")
@@ -66,17 +79,9 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
     return ragged_problem(prepared.model, cache)
 
 
+def _holds_more_than_rows(value: Any) -> bool:
+    return isinstance(value, Cache) or (isinstance(value, dict | list | tuple) and len(value) > 0)
+
+
 def _has_odd_attentions(cache: Any) -> bool:
     return compat.is_static(cache) or any(compat.is_sliding(layer) for layer in compat.text_layers(cache))
-
-
-def _drops_units(model: PreTrainedModel) -> bool:
-    """Whether some module in training mode has a dropout, jitter or noise above 0, as a layer or a number it keeps."""
-    return any(
-        value > 0
-        for module in model.modules()
-        if module.training
-        for name, value in vars(module).items()
-        if isinstance(value, float)
-        and (isinstance(module, torch.nn.Dropout) or any(word in name for word in ("drop", "jitter", "noise")))
-    )

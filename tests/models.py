@@ -493,8 +493,9 @@ def assert_close(plain: Any, fast: Any, where: str = "") -> None:
         assert plain is fast, where
     elif isinstance(plain, torch.Tensor):
         assert plain.dtype == fast.dtype, where
-        # RMSNorm, rotary positions and eager softmax round through float32 even in a float64 model.
-        torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5, equal_nan=True, msg=_at(where))
+        # RMSNorm, rotary positions and eager softmax round through float32 even in a float64 model; the delta rule
+        # is float32 altogether, and adds up in another order for several tokens at once (4e-5 seen in Qwen3-Next).
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4, equal_nan=True, msg=_at(where))
     else:
         assert len(plain) == len(fast), where
         for index, (one, other) in enumerate(zip(plain, fast, strict=True)):

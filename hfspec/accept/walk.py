@@ -26,6 +26,7 @@ class Transcript:
         input_ids: `[rows, length]`, prompt and committed tokens.
         num_new: how many of them were committed.
         unfinished: for each row, whether no stopping criterion has ended it.
+        last_draft_id: the id behind which nothing can be verified in the same forward, if there is one.
         pad_id: what vanilla appends to finished rows; `None` if it goes on with them as with the others.
     """
 
@@ -41,6 +42,7 @@ class Transcript:
         self.record = record
         self.rule = rule
         self.pad_id = prepared.pad_id
+        self.last_draft_id = prepared.last_draft_id
         self._processors = prepared.processors
         self._criteria = prepared.criteria
         self._streamer = prepared.streamer

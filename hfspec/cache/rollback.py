@@ -5,14 +5,18 @@ windows), cannot forget its last tokens. It is copied at a *checkpoint*, restore
 the accepted ones are read again as the left part of the next forward: lazily, without a forward of their own.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
 
 from hfspec import compat
 from hfspec.cache.ledger import SpeculativeLayer
+
+#: What RecurrentGemma's layers keep of the text.
+_STATES_OF_LAYERS = ("conv1d_state", "recurrent_states")
 
 
 class Rollback:
@@ -21,18 +25,20 @@ class Rollback:
     Args:
         cache: of any kind that `support.cache_problem` accepts; filled by the model's forwards.
         num_read: tokens of the text in it. Any number will do for a start, as only differences count.
+        layers: of the model, where some keep a state in themselves.
     """
 
-    def __init__(self, cache: Cache, num_read: int = 0) -> None:
+    def __init__(self, cache: Any, num_read: int = 0, layers: Iterable[torch.nn.Module] = ()) -> None:
         self.num_read = num_read
         self._cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        self._states = [layer for layer in layers if any(name in vars(layer) for name in _STATES_OF_LAYERS)]
         self._checkpoint_at = num_read
         self._restores: list[Callable[[], None]] = []
 
     @property
     def goes_back_at_will(self) -> bool:
         """Whether `to` reaches any point, not only the last checkpoint."""
-        return all(_crops(layer) for layer in self._cache.layers)
+        return not self._states and all(_crops(layer) for layer in self._cache.layers)
 
     def checkpoint(self) -> None:
         """Everything read so far is committed: never go back beyond this point."""
@@ -42,6 +48,7 @@ class Rollback:
                     layer.committed = layer.length
         elif self.num_read != self._checkpoint_at or not self._restores:
             self._restores = [_snapshot(layer) for layer in self._cache.layers]
+            self._restores += [_snapshot_of_layer(layer) for layer in self._states]
             self._checkpoint_at = self.num_read
 
     def to(self, num_read: int) -> None:
@@ -91,6 +98,45 @@ def _snapshot(layer: Any) -> Callable[[], None]:
     return restore
 
 
+class StateRollback:
+    """The same for a state that is no cache of the host's kind: copied whole at a checkpoint, and put back.
+
+    Args:
+        model_kwargs: what the model's forwards are given, the state among it.
+        key: under which keyword.
+    """
+
+    def __init__(self, model_kwargs: dict[str, Any], key: str) -> None:
+        self.num_read = 0
+        self._model_kwargs = model_kwargs
+        self._key = key
+        self._checkpoint_at = -1
+        self._saved: Any = None
+
+    def checkpoint(self) -> None:
+        """Everything read so far is committed: never go back beyond this point."""
+        if self.num_read != self._checkpoint_at:
+            self._saved = _copied(self._model_kwargs[self._key])
+            self._checkpoint_at = self.num_read
+
+    def to(self, num_read: int) -> None:
+        """Go back to the last checkpoint, if so many tokens are fewer than were read."""
+        if num_read < self.num_read:
+            self._model_kwargs[self._key] = _copied(self._saved)
+            self.num_read = self._checkpoint_at
+
+
+def _snapshot_of_layer(layer: torch.nn.Module) -> Callable[[], None]:
+    """The same for what a layer of the model keeps in itself."""
+    saved = {name: _copied(value) for name, value in vars(layer).items() if name in _STATES_OF_LAYERS}
+
+    def restore() -> None:
+        for name, value in saved.items():
+            setattr(layer, name, _copied(value))
+
+    return restore
+
+
 def _clear_last(layer: StaticLayer, num_slots: int) -> None:
     """Leave nothing behind in slots that were given back: they are zero in vanilla's static cache."""
     end = int(layer.get_seq_length()) + num_slots
@@ -103,8 +149,12 @@ def _copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(each) for each in value)
+    if type(value).__module__.startswith("transformers."):  # a layer, or a cache of a model's own
+        copied = copy.copy(value)
+        vars(copied).update({name: _copied(each) for name, each in vars(value).items()})
+        return copied
     return value
 
 

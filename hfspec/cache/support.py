@@ -7,21 +7,25 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hfspec import compat
 from hfspec.cache.ledger import SpeculativeCache, SpeculativeLayer
+from hfspec.exactness import config_problem
 
-_LOOKING_AHEAD = ("cpmant",)
-#: A forward over several tokens starts their recurrent layers from nothing, whatever the cache holds.
-_FORGETTING = ("falcon_mamba", "jamba", "mamba")
 #: They take no position ids, but work them out from the mask (or need none: ALiBi counts slots between tokens).
 _POSITIONS_FROM_MASK = ("biogpt", "bloom", "mpt", "opt", "xglm")
 
 
+def target_problem(config: PretrainedConfig) -> str | None:
+    """Why a model of this config cannot be sped up, or `None` if it can."""
+    if compat.reads_all(config) or compat.state_key(config) is not None:
+        return config_problem(config)  # as a target it can do without a cache that goes back
+    return model_problem(config)
+
+
 def model_problem(config: PretrainedConfig) -> str | None:
-    """Why a model of this config cannot be sped up (or draft), or `None` if it can."""
-    if config.model_type in _LOOKING_AHEAD:
-        return "its attention looks ahead within what is fed at once, so a draft would change the past"
-    if config.get_text_config(decoder=True).model_type in _FORGETTING:
-        return "its recurrent layers forget their state when several tokens come at once"
-    if not compat.takes_cache(config):
+    """Why a model of this config cannot draft with a cache that goes back, or `None` if it can."""
+    problem = config_problem(config)
+    if problem is not None:
+        return problem
+    if not compat.takes_cache(config) or compat.state_key(config) is not None:
         return "it keeps a state of its own kind, not a key-value cache"
     try:
         cache = compat.empty_cache_for(config)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from hfspec.cache.support import model_problem
+from hfspec.cache.support import model_problem, target_problem
 from hfspec.cli.output import AsJson, print_json, print_pairs
 from hfspec.config import DEFAULT_MAX_TOKENS
 from hfspec.draft.pairing import pairing_problem
@@ -103,7 +103,7 @@ def check(
 
 def examine(target: Candidate, draft: Candidate | None) -> dict[str, Any]:
     """Everything the command knows about a target and perhaps a draft, ready for JSON."""
-    problem = model_problem(target.config)
+    problem = target_problem(target.config)
     report: dict[str, Any] = {
         "target": target.name,
         "architecture": target.config.model_type,

@@ -38,7 +38,7 @@ class Guard:
                 with self._unmoved_randomness():
                     if self._session is None:
                         self._session = self._source.start_batch(self._contexts)
-                    drafts = self._session.propose([text.clone() for text in texts], budget)
+                    drafts = list(self._session.propose([text.clone() for text in texts], budget))
                 for draft, context in zip(drafts, self._contexts, strict=True):
                     _check_draft(draft, budget.num_tokens, context)
                 return drafts
@@ -106,8 +106,10 @@ def _check_draft(draft: object, max_tokens: int, context: Context) -> None:
         raise DraftError(f"it proposed ids on {ids.device}; the target's are on {context.device}")
     if draft.confidences and len(draft.confidences) != ids.shape[1]:
         raise DraftError(f"it proposed {ids.shape[1]} tokens with {len(draft.confidences)} confidences")
-    if not all(isinstance(each, float | int) and not math.isinf(each) for each in draft.confidences):
+    if not all(isinstance(each, float | int) and math.isfinite(each) for each in draft.confidences):
         raise DraftError(f"its confidences {draft.confidences} are not finite numbers")
+    if not isinstance(draft.caught_up, int) or draft.caught_up < 0:
+        raise DraftError(f"it says that it read {draft.caught_up!r} tokens first; a count is needed")
     wanted = (ids.shape[1], context.vocab_size)
     if draft.probs is None:
         return

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hfspec import compat
 from hfspec.cache.ledger import speculative_cache
@@ -19,11 +20,16 @@ from hfspec.draft.base import BatchSession, Context, DraftSession, DraftSource
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcome, RoundBudget
 from hfspec.sampling.processors import DraftProcessors
+from hfspec.stepping import stepping, stepping_layers
 
 #: Ids left unread by a fully accepted round: its last draft token and the bonus token.
 _USUAL_UNREAD = 2
 #: Logits are asked for at every token of a forward up to so many tokens; longer ones are read in two steps.
 _MAX_LOGITS = 16
+#: Of a context's inputs, the one that says what is padding.
+_MASK = "attention_mask"
+#: How inputs are called that hold something for each id of the prompt.
+_TYPES_OF_IDS = "token_type_ids"
 
 
 class ModelDraft(DraftSource):
@@ -31,19 +37,21 @@ class ModelDraft(DraftSource):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        accepted = inspect.signature(model.forward).parameters
-        self.limits_logits = "logits_to_keep" in accepted
-        self.takes_encoder_outputs = "encoder_outputs" in accepted
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self.limits_logits = "logits_to_keep" in self._accepted
+        self.takes_encoder_outputs = "encoder_outputs" in self._accepted
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.takes_position_ids = "position_ids" in accepted
+        self.takes_position_ids = "position_ids" in self._accepted
+        self.takes_cache_position = "cache_position" in self._accepted
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
 
     @property
     def may_draw(self) -> bool:  # type: ignore[override]  # a fact that changes with the model's mode
-        """Only dropout draws."""
-        return bool(self.model.training)
+        """Only dropout draws, and BigBird, which makes itself new layers when a text is short."""
+        makes_layers = getattr(self.model.config, "attention_type", None) == "block_sparse"
+        return bool(self.model.training or makes_layers)
 
     def start(self, context: Context) -> DraftSession:
         """Begin a row with an empty cache."""
@@ -51,13 +59,23 @@ class ModelDraft(DraftSource):
 
     def start_batch(self, contexts: Sequence[Context]) -> BatchSession:
         """Begin rows that share forwards, or each with a cache of its own where they cannot."""
-        if len(contexts) > 1 and ragged_problem(self.model, self.empty_cache()) is not None:
+        if len(contexts) > 1 and (
+            self.sees(contexts[0]) or ragged_problem(self.model, self.empty_cache(contexts[0])) is not None
+        ):
             return super().start_batch(contexts)
         return _ModelSession(self, contexts)
 
-    def empty_cache(self) -> Any:
+    def empty_cache(self, context: Context) -> Any:
         """A cache that rolls back, of the kind that the model needs."""
+        if self.takes_encoder_outputs and not self.is_encoder_decoder and context.encoder_outputs is not None:
+            return speculative_cache(EncoderDecoderCache(DynamicCache(), DynamicCache()))
         return speculative_cache(compat.empty_cache_for(self.model.config))
+
+    def sees(self, context: Context) -> bool:
+        """Whether this model is to be given the images and sounds of the call: it takes all that they come with."""
+        names = set(context.inputs) - {_MASK}
+        is_in_the_text = context.encoder_outputs is None and not self.is_encoder_decoder
+        return is_in_the_text and bool(names) and names <= self._accepted
 
 
 class _ModelSession(BatchSession):
@@ -66,18 +84,23 @@ class _ModelSession(BatchSession):
     def __init__(self, source: ModelDraft, contexts: Sequence[Context]) -> None:
         self._source = source
         self._contexts = list(contexts)
-        device = source.model.get_input_embeddings().weight.device
+        device = compat.input_device(source.model)
         # Weights that are brought in for each forward, from disk or memory, have no device of their own.
         self._device = contexts[0].device if device.type == "meta" else device
         self._processors = [DraftProcessors(context.processors) for context in contexts]
-        self._cache = source.empty_cache()
+        self._cache = source.empty_cache(contexts[0])
         is_counting = counts_slots(source.model, self._cache) if len(contexts) > 1 else False
         self._rows = Rows(self._cache, [0] * len(contexts), self._device, counts_slots=is_counting)
         self._num_ids = [0] * len(contexts)
+        self._stepping_layers = stepping_layers(source.model)
         self._constant_inputs = self._encoder_inputs(contexts[0])
+        self._sees = source.sees(contexts[0])
 
     def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:
-        prefixes = [_text_of(context, text) for context, text in zip(self._contexts, texts, strict=True)]
+        prefixes = [
+            _only(context.inputs.get(_MASK) if self._sees else context.prompt_mask, text)
+            for context, text in zip(self._contexts, texts, strict=True)
+        ]
         self._num_ids = [prefix.shape[1] for prefix in prefixes]
         unread = [prefix[:, read:] for prefix, read in zip(prefixes, self._rows.positions, strict=True)]
         caught_up = max(0, max(each.shape[1] for each in unread) - _USUAL_UNREAD)
@@ -133,11 +156,16 @@ class _ModelSession(BatchSession):
         kwargs[ids_key] = torch.cat(filled).to(self._device)
         if mask is not None:
             kwargs["attention_mask"] = mask
-        if self._source.takes_position_ids:
+        if self._sees:  # what comes behind an image has positions that only the model knows
+            kwargs |= self._media(width) if is_first else {}
+            if self._source.takes_cache_position:
+                kwargs["cache_position"] = position_ids[0]
+        elif self._source.takes_position_ids:
             kwargs["position_ids"] = position_ids
         if self._source.limits_logits:
             kwargs["logits_to_keep"] = 1 if not any(side) or is_first else width
-        all_logits: torch.Tensor = self._source.model(**kwargs).logits
+        with stepping([] if is_first else self._stepping_layers):
+            all_logits: torch.Tensor = self._source.model(**kwargs).logits
         if is_first or not any(side):
             logits = all_logits[:, -1]
         else:
@@ -177,14 +205,31 @@ class _ModelSession(BatchSession):
         source = self._source
         if not source.takes_encoder_outputs:
             return inputs
-        if not source.is_encoder_decoder or source.model.get_encoder() is context.encoder:
-            return inputs | {"encoder_outputs": context.encoder_outputs} | _mask_of(context)
-        if not context.inputs:
+        if not source.is_encoder_decoder:  # its mask would be the decoder's
+            return inputs | {"encoder_outputs": context.encoder_outputs}
+        if source.model.get_encoder() is context.encoder:
+            return inputs | {"encoder_outputs": context.encoder_outputs} | self._encoder_mask()
+        if not set(context.inputs) - {_MASK}:
             raise DraftError("the draft has an encoder, and this call came without an encoder's input")
         encoder = source.model.get_encoder()
         accepted = inspect.signature(encoder.forward).parameters
         given = {name: _to_device(value, self._device) for name, value in context.inputs.items() if name in accepted}
-        return inputs | {"encoder_outputs": encoder(**given, return_dict=True)} | _mask_of(context)
+        return inputs | {"encoder_outputs": encoder(**given, return_dict=True)} | self._encoder_mask()
+
+    def _encoder_mask(self) -> dict[str, Any]:
+        mask = self._contexts[0].inputs.get(_MASK)
+        return {} if mask is None else {_MASK: _to_device(mask, self._device)}
+
+    def _media(self, width: int) -> dict[str, Any]:
+        """The images and sounds in the first `width` ids of a single row, for the forward that reads them."""
+        mask, media = self._contexts[0].inputs.get(_MASK), {}
+        for name, value in self._contexts[0].inputs.items():
+            if name.endswith(_TYPES_OF_IDS):  # one for each id of the prompt; text comes behind it
+                types = _only(mask, value)
+                value = functional.pad(types, (0, width - types.shape[1]))
+            if name != _MASK:
+                media[name] = _to_device(value, self._device)
+        return media
 
     def _within_context(self, num_tokens: int) -> int:
         """The most tokens that the draft model has positions for; the last one drafted is never read."""
@@ -238,9 +283,8 @@ class _RowDraft:
         )
 
 
-def _text_of(context: Context, input_ids: torch.Tensor) -> torch.Tensor:
-    """A row's text without padding and whatever else is no text."""
-    mask = context.prompt_mask
+def _only(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor:
+    """A row's text `[1, n]` without what the mask of its prompt hides."""
     if mask is None:
         return input_ids
     num_prompt = mask.shape[1]
@@ -280,11 +324,6 @@ def _filled(token_ids: torch.Tensor, width: int, at_the_end: bool) -> torch.Tens
     """Ids `[1, n]` made as wide as the longest row's, with ids that a mask hides before or behind them."""
     missing = width - token_ids.shape[1]
     return functional.pad(token_ids, (missing, 0) if at_the_end else (0, missing))
-
-
-def _mask_of(context: Context) -> dict[str, Any]:
-    mask = context.inputs.get("attention_mask")
-    return {} if mask is None else {"attention_mask": mask}
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -38,6 +38,8 @@ _TOKEN_AWARE = (
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
 )
+#: The same, for speech: rows behind an encoder keep in step anyway.
+_SPEECH = ("WhisperTimeStampLogitsProcessor",)
 #: Where one of them may hold a number for each row (how much padding the repetition penalty is to leave out).
 _HELD_BY_ROW = "prompt_ignore_length"
 #: The same, but they hold something of every row, so that they only work on the whole batch.
@@ -49,11 +51,14 @@ def _types(names: tuple[str, ...]) -> frozenset[type]:
 
 
 _BLIND_TYPES, _AWARE_TYPES, _BATCH_TYPES = _types(_TOKEN_BLIND), _types(_TOKEN_AWARE), _types(_BATCH_AWARE)
+_SPEECH_TYPES = _types(_SPEECH)
 
 
 def stateless(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Those of a call's processors that may be called any number of times, on any prefix."""
-    return LogitsProcessorList([each for each in processors if type(each) in _BLIND_TYPES | _AWARE_TYPES])
+    return LogitsProcessorList(
+        [each for each in processors if type(each) in _BLIND_TYPES | _AWARE_TYPES | _SPEECH_TYPES]
+    )
 
 
 def are_row_independent(processors: LogitsProcessorList) -> bool:

@@ -12,11 +12,12 @@ from transformers.utils import ModelOutput
 
 from hfspec import compat
 from hfspec.cache.ledger import SpeculativeCache, vanilla_cache
-from hfspec.cache.rollback import Rollback
+from hfspec.cache.rollback import Rollback, StateRollback
 from hfspec.cache.rows import Rows
 from hfspec.cache.support import counts_slots
 from hfspec.prepared import Prepared
 from hfspec.rounds import Verified
+from hfspec.stepping import stepping, stepping_layers
 
 
 class Target:
@@ -32,7 +33,8 @@ class Target:
         self._model_kwargs = prepared.model_kwargs | {compat.CACHE_KEY: cache}
         self._cache = cache
         # Counts new tokens: the prompt in the cache is its zero.
-        self._rollback = Rollback(cache)
+        self._rollback: Rollback | StateRollback = Rollback(cache, layers=prepared.model.modules())
+        self._stepping_layers = stepping_layers(prepared.model)
         self._num_new = 0
 
     @property
@@ -95,9 +97,70 @@ class Target:
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = num_logits
-        outputs = self.model(**model_inputs, return_dict=True)
+        with stepping(self._stepping_layers):
+            outputs = self.model(**model_inputs, return_dict=True)
         self._rollback.num_read += num_read
         return Verified(outputs.logits[:, -num_logits:], outputs, num_read)
+
+
+class StateTarget(Target):
+    """The patched model in one call, where it makes a state of its own kind, which its forwards write into."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared, prepared.cache)
+        self._key = compat.state_key(self.model.config) or compat.CACHE_KEY
+
+    def prefill(self, input_ids: torch.Tensor) -> Verified:
+        """Read the prompt; the state comes with the outputs."""
+        verified = super().prefill(input_ids)
+        self._model_kwargs[self._key] = verified.outputs[self._key]
+        self._rollback = StateRollback(self._model_kwargs, self._key)
+        return verified
+
+    def keep(self, num_committed: Sequence[int]) -> None:
+        """Bring state and inputs to the committed text."""
+        self.level_cache(self._num_new + num_committed[0])
+        state = self._model_kwargs[self._key]
+        grown = compat.advance(self.model, ModelOutput(), self._model_kwargs, num_committed[0])
+        self._model_kwargs.update(grown | {self._key: state})
+
+    def cache_for_user(self) -> Any:
+        """The state, where vanilla hands it back."""
+        return self._model_kwargs.get(compat.CACHE_KEY)
+
+    def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
+        verified = super()._forward(model_inputs, num_logits, num_read)
+        self._model_kwargs[self._key] = verified.outputs[self._key]
+        return verified
+
+
+class UncachedTarget(Target):
+    """The patched model in one call without a cache: every forward reads the whole text, as vanilla's do."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared, prepared.cache)
+
+    @property
+    def num_unread(self) -> int:
+        """One, as nothing is put off: all is read again anyway."""
+        return 1
+
+    def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
+        """Read the rows' texts and the drafts behind them in one forward."""
+        num_drafted = draft_ids[0].shape[1]
+        input_ids = torch.cat([torch.cat(list(texts)), torch.cat(list(draft_ids))], dim=-1)
+        kwargs = self._model_kwargs
+        if num_drafted:
+            kwargs = compat.advance(self.model, ModelOutput(), kwargs, num_drafted)
+        return self._forward(compat.prepare_all(self.model, input_ids, kwargs), num_drafted + 1, num_drafted + 1)
+
+    def level_cache(self, num_new: int) -> None:
+        """Nothing to level."""
+        self._num_new = num_new
+
+    def cache_for_user(self) -> Any:
+        """What vanilla hands back: nothing, or what was passed."""
+        return self._cache
 
 
 class RaggedTarget(Target):

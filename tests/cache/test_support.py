@@ -1,11 +1,11 @@
 """Which models and caches can be sped up, and the reason where not."""
 
 import pytest
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, OpenAIGPTConfig, StaticCache, XLMConfig
 from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, StaticLayer
 
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.support import cache_problem, counts_slots, model_problem, ragged_problem
+from hfspec.cache.support import cache_problem, counts_slots, model_problem, ragged_problem, target_problem
 from tests.models import SUPPORTED, build, shared
 
 
@@ -22,9 +22,16 @@ def test_windows_and_encoder_decoders_can(arch):
     assert model_problem(build(arch).config) is None
 
 
-def test_a_model_that_forgets_its_state_cannot_and_says_why():
-    """Mamba's forward over several tokens starts from nothing, so no draft can be verified by it."""
-    assert "several tokens" in model_problem(build("mamba").config)
+def test_a_model_whose_wide_forwards_differ_cannot_and_says_why():
+    """XLM puts a mask token behind every text, so no draft can be verified by it."""
+    assert "mask token" in model_problem(XLMConfig())
+    assert "mask token" in target_problem(XLMConfig())
+
+
+def test_a_model_without_a_cache_can_be_a_target_only():
+    """OpenAI GPT reads the whole text for every token anyway."""
+    assert target_problem(OpenAIGPTConfig()) is None
+    assert "of its own kind" in model_problem(OpenAIGPTConfig())
 
 
 class OwnCache(DynamicCache):

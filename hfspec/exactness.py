@@ -1,0 +1,111 @@
+"""Whether a forward over several tokens gives what vanilla's forwards over single tokens give, but for rounding.
+
+It is what speculation stands on, and what some models do not keep: they scale what they read by all of it, they
+look ahead, their positions change with the length. Such targets run plain. (Recurrent layers that start anew are
+fed token by token, see `stepping`.)
+"""
+
+import sys
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hfspec import compat
+
+_CODES = "it writes several codebooks at once, not one text"
+#: By the type of the text model's config, or of the whole. Each was found by comparing such forwards (`tests/zoo`).
+_BY_TYPE = {
+    "blt": "it joins bytes to patches by what comes at once",
+    "cpmant": "its attention looks ahead within what is fed at once, so a draft would change the past",
+    "dia": _CODES,
+    "fsmt": "its decoder takes positions for the last token only",
+    "kyutai_speech_to_text": _CODES,
+    "moshi": _CODES,
+    "prophetnet": "behind a cache it takes single tokens only",
+    "voxtral_realtime": "it takes text and sound in step, token by token",
+    "xlm": "it puts a mask token behind every text, so that nothing it has read can be kept",
+}
+#: They count as positions the ids that are not padding, of those that come at once.
+_POSITIONS_FROM_IDS = ("m2m_100", "nllb-moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5", "trocr")
+
+
+def last_draft_id(config: PretrainedConfig) -> int | None:
+    """The id behind which nothing can be verified in the same forward, if there is one.
+
+    A model that works positions out from the ids gives those behind a padding id other ones than vanilla.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if not {config.model_type, text_config.model_type} & set(_POSITIONS_FROM_IDS):
+        return None
+    found: int | None = text_config.pad_token_id
+    return found
+
+
+def config_problem(config: PretrainedConfig) -> str | None:
+    """Why no model of this config can be verified in one forward, or `None`. Looks at no weights."""
+    text_config = config.get_text_config(decoder=True)
+    for each in (text_config, config):
+        if each.model_type in _BY_TYPE:
+            return _BY_TYPE[each.model_type]
+    return None
+
+
+def exactness_problem(model: PreTrainedModel, max_length: int | None) -> str | None:
+    """Why this target, in texts of up to `max_length` tokens, cannot be verified in one forward, or `None`."""
+    for limit, what in compat.exact_lengths(model.config):
+        if max_length is None or max_length > limit:
+            return f"{what} beyond {limit} tokens, and this call may get there"
+    return config_problem(model.config) or next(filter(None, map(_module_problem, model.modules())), None)
+
+
+def _module_problem(module: torch.nn.Module) -> str | None:
+    if module.training and getattr(module, "gradient_checkpointing", False) and compat.CHECKPOINTING_DROPS_CACHE:
+        return "gradient checkpointing in training mode drops the cache"
+    if module.training and _draws(module):
+        return "the model is in training mode with random dropout or noise: no two forwards agree"
+    if _splits_by_outliers(module):
+        return (
+            "its 8-bit layers single out columns by the outliers of all tokens in a forward (LLM.int8), so that a "
+            "token's logits depend on its neighbours; loaded with llm_int8_threshold=0.0 it can be sped up"
+        )
+    if _scales_over_tokens(module):
+        return (
+            "its quantised layers use one scale for all tokens of a forward, so that a token's logits depend on "
+            "its neighbours; with a scale for each token (PerRow in torchao) it can be sped up"
+        )
+    return None
+
+
+def _draws(module: torch.nn.Module) -> bool:
+    """Whether a module has a dropout, jitter or noise above 0, as a layer or as a number that it keeps."""
+    return any(
+        value > 0
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and (isinstance(module, torch.nn.Dropout) or any(word in name for word in ("drop", "jitter", "noise")))
+    )
+
+
+def _splits_by_outliers(module: torch.nn.Module) -> bool:
+    """Whether this is a layer of bitsandbytes' LLM.int8."""
+    state: Any = getattr(module, "state", None)
+    return _is_a(module, "bitsandbytes.nn", "Linear8bitLt") and bool(state.threshold > 0)
+
+
+def _scales_over_tokens(module: torch.nn.Module) -> bool:
+    """Whether this layer quantises what it reads by one number that it takes from all of it."""
+    if _is_a(module, "torch.ao.nn.quantized.dynamic", "Linear"):
+        packed: Any = module._packed_params
+        return bool(packed.dtype == torch.qint8)
+    # torchao: the layer is a common one, its weight is not.
+    weight: Any = getattr(module, "weight", None)
+    reading = getattr(weight, "act_quant_kwargs", None)
+    is_fixed = getattr(weight, "act_quant_scale", None) is not None
+    return type(getattr(reading, "granularity", None)).__name__ == "PerTensor" and not is_fixed
+
+
+def _is_a(module: torch.nn.Module, package: str, name: str) -> bool:
+    """Whether `module` is of that class, which is not imported for this: where nobody has, nothing is of it."""
+    found = getattr(sys.modules.get(package), name, None)
+    return found is not None and isinstance(module, found)

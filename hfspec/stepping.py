@@ -1,0 +1,95 @@
+"""Lets recurrent layers that can go on from their state by one token only read several: one after the other.
+
+The rest of the model (embeddings, attention, experts, the head) still reads them in one go, and so do the weights
+of such a layer as long as they stay in a fast memory between two tokens.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+#: They start from nothing, or limit time steps, whenever several tokens come at once (see `tests/zoo`).
+_ONE_BY_ONE = (
+    "FalconMambaMixer",
+    "JambaMambaMixer",
+    "MambaMixer",
+    "RecurrentGemmaRecurrentBlock",
+    "ZambaMambaMixer",
+)
+
+#: Keywords with something for each token.
+_PER_TOKEN = ("hidden_states", "input_states", "position_ids")
+
+_lock = threading.Lock()
+#: How many calls have a layer step just now.
+_num_calls: dict[int, int] = {}
+
+
+def stepping_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers of a model that have to be fed token by token."""
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__ in _ONE_BY_ONE or getattr(module, "time_step_limit", (0.0,))[0] > 0
+    ]
+
+
+@contextmanager
+def stepping(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within the block, these layers take the tokens of a forward one after the other.
+
+    Nothing stays on the model. Calls in several threads share what is put on, and the last one takes it off.
+    """
+    for layer in layers:
+        _put_on(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            _take_off(layer)
+
+
+def _put_on(layer: torch.nn.Module) -> None:
+    with _lock:
+        _num_calls[id(layer)] = _num_calls.get(id(layer), 0) + 1
+        if _num_calls[id(layer)] == 1:
+            vars(layer)["forward"] = _stepped(layer.forward, vars(layer).get("forward"))
+
+
+def _take_off(layer: torch.nn.Module) -> None:
+    with _lock:
+        _num_calls[id(layer)] -= 1
+        if not _num_calls[id(layer)]:
+            del _num_calls[id(layer)]
+            before = vars(layer).pop("forward").was_on_instance
+            if before is not None:  # Accelerate's hooks, say
+                vars(layer)["forward"] = before
+
+
+def _stepped(forward: Callable[..., Any], was_on_instance: Any) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        name = next((name for name in _PER_TOKEN if name in kwargs), None)
+        hidden_states: torch.Tensor = args[0] if args else kwargs[name or ""]
+        num_tokens = hidden_states.shape[1]
+        if num_tokens == 1:
+            return forward(*args, **kwargs)
+        if kwargs.get("attention_mask") is not None:  # it hides padding of the prompt, which has been read
+            kwargs["attention_mask"] = None
+        steps = []
+        for index in range(num_tokens):
+            token = slice(index, index + 1)
+            mine = {name: kwargs[name][:, token] for name in _PER_TOKEN if kwargs.get(name) is not None}
+            first = (args[0][:, token], *args[1:]) if args else ()
+            steps.append(forward(*first, **(kwargs | mine)))
+        if isinstance(steps[0], tuple):
+            return (torch.cat([step[0] for step in steps], dim=1), *steps[-1][1:])
+        return torch.cat(steps, dim=1)
+
+    stepped.was_on_instance = was_on_instance  # type: ignore[attr-defined]
+    return stepped
