@@ -13,7 +13,7 @@ from hfspec.accept.walk import Transcript, walk
 from hfspec.prepared import Prepared
 from hfspec.rounds import Outcome, Verified
 from hfspec.sampling.noise import SeededNoise
-from tests.models import PAD, rows
+from tests.models import PAD, rows, shared
 
 VOCAB = 10
 EOS = 2
@@ -34,7 +34,7 @@ def transcript(max_length=100, num_rows=1, rule=None, pad_id=None, record=None):
     config._pad_token_tensor = None if pad_id is None else torch.tensor(pad_id)
     if pad_id is not None:
         criteria.append(EosTokenCriteria(EOS))
-    prepared = Prepared(None, ids, LogitsProcessorList(), criteria, config, {})
+    prepared = Prepared(shared(), ids, LogitsProcessorList(), criteria, config, {})
     return Transcript(prepared, rule or Greedy(), record or Record(config))
 
 

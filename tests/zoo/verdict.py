@@ -244,7 +244,7 @@ def _result(model: Any, call: dict[str, Any], wants_logits: bool) -> Result:
 
 
 def _gap(logits: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """The greatest difference between logits, in parts of their spread; tiny models hide larger ones in their tokens."""
+    """The greatest difference between logits, in parts of their spread: tiny models' tokens may hide it."""
     one, other = torch.stack(list(logits)), torch.stack(list(others))
     return float((one - other).abs().max() / one.std())
 
