@@ -105,7 +105,7 @@ def explain_rows(
 ) -> list[Verdict]:
     """`explain_difference` for each row of a batch."""
     shortest = min(plain_ids.shape[1], other_ids.shape[1])
-    num_prompt = _inputs(inputs)["input_ids"].shape[1]
+    num_prompt = _num_prompt(model, _inputs(inputs))
     unequal = plain_ids[:, :shortest] != other_ids[:, :shortest]
     verdicts = []
     for row, differs in enumerate(unequal):
@@ -140,7 +140,7 @@ def _evidence(
 ) -> tuple[float | None, float | None]:
     """Margin and tolerance at `plain_ids[row, index]`, where the other output has `other_id`."""
     call = _inputs(inputs) | generate_kwargs
-    num_prompt = call["input_ids"].shape[1]
+    num_prompt = _num_prompt(model, call)
     for name in ("streamer", "max_length", "max_time"):
         call.pop(name, None)
     details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -161,10 +161,23 @@ def _evidence(
     margin = float(preference[plain_id] - preference[other_id])
 
     prefix = plain_ids[:, :index]
-    at_once = {"input_ids": prefix, "attention_mask": _extended_mask(call, prefix)}
+    if model.config.is_encoder_decoder:
+        at_once = _inputs(inputs) | {"decoder_input_ids": prefix}
+    elif "input_ids" in call:
+        at_once = _inputs(inputs) | {"input_ids": prefix, "attention_mask": _extended_mask(call, prefix)}
+    else:  # the prompt came as embeddings: nothing can be put behind it
+        return margin, None
     whole = _seeded_generate(model, seed, at_once | details | plain | {"max_new_tokens": 1, "do_sample": False})
     rounding = (whole.logits[0][row].double() - again.logits[-1][row].double()).abs().max()
     return margin, 2 * float(rounding) / min(1.0, temperature)
+
+
+def _num_prompt(model: PreTrainedModel, call: dict[str, Any]) -> int:
+    """Tokens of the outputs that were there before the first new one."""
+    if model.config.is_encoder_decoder:
+        given = call.get("decoder_input_ids")
+        return 1 if given is None else int(given.shape[1])
+    return int(call["input_ids"].shape[1]) if "input_ids" in call else 0
 
 
 def _is_sampled(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
@@ -195,7 +208,7 @@ def _extended_mask(call: dict[str, Any], prefix: torch.Tensor) -> torch.Tensor:
     mask = torch.ones_like(prefix)
     given = call.get("attention_mask")
     if given is not None:
-        mask[:, : given.shape[1]] = given
+        mask[:, : given.shape[1]] = given.repeat_interleave(len(mask) // len(given), dim=0)
     return mask
 
 

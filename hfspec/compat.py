@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
 from transformers.generation import utils as generation_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 #: The keyword for the cache in forwards, `generate()` and outputs: `cache` in 5.24, `past_key_values` before.
@@ -290,7 +291,9 @@ def keeps_elsewhere(cache: Any) -> bool:
 
 
 def row_of_outputs(outputs: Any, row: int) -> Any:
-    """One row of an encoder's outputs, as a batch of one."""
+    """One row of an encoder's outputs, as a batch of one; a caller may have passed a bare tuple."""
+    if not isinstance(outputs, ModelOutput):
+        outputs = BaseModelOutput(last_hidden_state=outputs[0])
     sliced = {
         name: value[row : row + 1] for name, value in outputs.items() if isinstance(value, torch.Tensor) and value.dim()
     }
@@ -349,8 +352,28 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def max_positions(config: Any) -> int | None:
     """How many positions a model of this config has, if it says so; some have tables that end there."""
-    limit: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return limit
+    config = config.get_text_config(decoder=True)
+    names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+    limits = (getattr(config, name, None) for name in names)
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def shrinks_window(cache: Any, config: Any) -> bool:
+    """Whether a static cache is smaller than the model's window, which vanilla then takes to be as small."""
+    window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
+    return any(
+        isinstance(layer, cache_utils.StaticLayer) and is_sliding(layer) and layer.max_cache_len < (window or 0)
+        for layer in text_layers(cache)
+    )
+
+
+def max_slots(cache: Any) -> int | None:
+    """How many tokens a cache of fixed size has room for, if it is one that does not slide."""
+    layers = () if cache is None or not hasattr(cache, "layers") else text_layers(cache)
+    sizes = [
+        layer.max_cache_len for layer in layers if isinstance(layer, cache_utils.StaticLayer) and not is_sliding(layer)
+    ]
+    return min(sizes, default=None)
 
 
 def empty_cache_for(config: Any) -> Cache:

@@ -64,7 +64,10 @@ class PatchState:
         key = (id(drafter), is_lockstep)
         found = self._experience.get(key)
         if found is None or found[0]() is not drafter:
-            found = self._experience[key] = (weakref.ref(drafter), Experience())
+            found = self._experience[key] = (
+                weakref.ref(drafter, lambda _: self._experience.pop(key, None)),
+                Experience(),
+            )
         return found[1]
 
     def finish(self, metrics: Metrics) -> None:
@@ -198,9 +201,7 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     finally:
         drafter.stop()
         target.level_cache(transcripts[0].num_new)
-        if not in_step and isinstance(transcripts[0].rule, Seeded):
-            noise.settle(max(each.num_new for each in transcripts))
-        call.metrics.speculative_calls += call.metrics.rounds > 0
+        call.metrics.speculative_calls = int(call.metrics.rounds > 0)
     if prepared.streamer is not None:
         prepared.streamer.end()
     sequences = _joined(transcripts)

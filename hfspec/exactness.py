@@ -22,6 +22,8 @@ _BY_TYPE = {
     "fsmt": "its decoder takes positions for the last token only",
     "kyutai_speech_to_text": _CODES,
     "moshi": _CODES,
+    "musicgen_decoder": _CODES,
+    "musicgen_melody_decoder": _CODES,
     "prophetnet": "behind a cache it takes single tokens only",
     "voxtral_realtime": "it takes text and sound in step, token by token",
     "xlm": "it puts a mask token behind every text, so that nothing it has read can be kept",

@@ -130,7 +130,8 @@ def _verifiable(text: torch.Tensor, draft: Draft, last_id: int | None) -> int:
 
 def _padding(like: Draft, pad_id: int | None, num_tokens: int) -> Draft:
     """What surely comes after the end of a row."""
-    return Draft(torch.full((1, num_tokens), pad_id or 0, dtype=torch.long, device=like.token_ids.device))
+    ids = torch.full((1, num_tokens), pad_id or 0, dtype=torch.long, device=like.token_ids.device)
+    return Draft(ids, is_padding=True)
 
 
 def _with_rows(transcripts: Sequence[Transcript]) -> Iterator[tuple[Transcript, slice]]:

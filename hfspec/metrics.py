@@ -85,7 +85,7 @@ class Metrics:
             self.plain_seconds += round_.verify_seconds
             return
         self.rounds += 1
-        self.row_rounds += round_.num_rows
+        self.row_rounds += sum(not draft.is_padding for draft in round_.drafts)
         self.verify_seconds += round_.verify_seconds
         if round_.caught_up:
             self.draft_prefill_seconds += round_.draft_seconds
@@ -93,6 +93,8 @@ class Metrics:
             self.draft_seconds += round_.draft_seconds
             self.timed_draft_tokens += round_.num_drafted
         for draft, outcome in zip(round_.drafts, round_.outcomes, strict=True):
+            if draft.is_padding:
+                continue
             self.committed_tokens += outcome.num_committed
             self.drafted_tokens += draft.num_tokens
             self.accepted_tokens += outcome.num_accepted

@@ -8,6 +8,7 @@ written into the instance, and nothing else is patched.
 import copy
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -203,7 +204,9 @@ def _patched_class(base: Any, new: _Patch) -> Any:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _counted(_new_call(self, kwargs)) as call:
             call.encoder_inputs = _media_of(self, kwargs)
-            elsewhere = "custom_generate and paged batching are decoded in a way that hfspec does not see"
+            elsewhere = (
+                "custom_generate, paged batching and models within models are decoded in a way that hfspec does not see"
+            )
             if kwargs.get("custom_generate") is not None and call.options.on_unsupported == "raise":
                 call.note_plain(elsewhere)
             result = base.generate(self, *args, **kwargs)
@@ -275,7 +278,7 @@ def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
 def _remembered(mine: _Patch, model: PreTrainedModel, draft: DraftLike, options: Options) -> Drafting:
     """The `Drafting` for one call's `draft=`: loaded and checked the first time it is named."""
     for known, drafting in mine.other_drafts:
-        if known is draft or (isinstance(draft, str) and known == draft):
+        if known is draft or (isinstance(draft, str | os.PathLike) and known == draft):
             return drafting
     drafting = find_drafting(model, draft, options)
     mine.other_drafts = [*mine.other_drafts[1 - _MAX_OTHER_DRAFTS :], (draft, drafting)]

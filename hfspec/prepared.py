@@ -98,12 +98,20 @@ class Prepared:
     @property
     def max_length(self) -> int | None:
         """The length no draft may reach beyond: where the text ends, or the target's positions do."""
-        positions = compat.max_positions(self.model.config)
-        embeds = self.model_kwargs.get("inputs_embeds")
-        if positions is not None and embeds is not None:
-            positions -= embeds.shape[1]  # they take positions, but are no part of the text
-        limits = [self.criteria.max_length, None if positions is None else positions + 1]
-        return min((limit for limit in limits if limit is not None), default=None)
+        places = [compat.max_positions(self.model.config), compat.max_slots(self.cache)]
+        # The last token is never read.
+        limits = [None if number is None else number + 1 - self.num_before for number in places]
+        return min((limit for limit in (*limits, self.criteria.max_length) if limit is not None), default=None)
+
+    @property
+    def num_before(self) -> int:
+        """Places taken before the text begins: by embeddings, or by earlier turns whose ids were not passed again."""
+        embeds, mask = self.model_kwargs.get("inputs_embeds"), self.model_kwargs.get("attention_mask")
+        if self.model.config.is_encoder_decoder:
+            return 0
+        if embeds is not None:
+            return int(embeds.shape[1])
+        return 0 if mask is None else max(0, int(mask.shape[-1]) - self.input_ids.shape[1])
 
     @cached_property
     def last_draft_id(self) -> int | None:

@@ -25,7 +25,8 @@ def plain_reason(prepared: Prepared) -> str | None:
         return problem
     if getattr(config, "is_assistant", False):
         return "the model is at work as another model's assistant"
-    problem = exactness_problem(model, config.max_length)
+    last = None if config.max_length is None else config.max_length + prepared.num_before
+    problem = exactness_problem(model, last)
     if problem is not None:
         return problem
     if config.output_attentions and compat.looks_ahead_for_attentions(model):
@@ -42,6 +43,8 @@ def plain_reason(prepared: Prepared) -> str | None:
     problem = cache_problem(prepared.cache)
     if problem is not None:
         return problem
+    if compat.shrinks_window(prepared.cache, model.config):
+        return "a static cache that is smaller than the window changes what a token sees by what comes with it"
     if compat.compiles_decoding(model, prepared.model_kwargs, config):
         return "the host compiles forwards over single tokens for this kind of cache"
     if compat.masks_by_types(model, prepared.cache, prepared.model_kwargs):
@@ -73,6 +76,9 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
         return "the model is handed more than tensors with a row for each text"
     if prepared.has_media or prepared.model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is more than text"
+    mask = prepared.model_kwargs.get("attention_mask")
+    if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=-1) < 0).any())):
+        return "prompts are padded elsewhere than at the left, which vanilla's windows take into account"
     position_ids = prepared.model_kwargs.get("position_ids")
     if position_ids is not None and (position_ids.dim() != 2 or not compat.ADVANCES_POSITIONS):
         return "positions are of a kind of their own"

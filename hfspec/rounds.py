@@ -39,12 +39,14 @@ class Draft:
             not drawn (argmax, lookup), which counts as a law with all its weight on the token.
         confidences: for each token, how sure the source is, 0 … 1, in any scale of its own; may be empty.
         caught_up: tokens the source had to read first, beyond the one or two that a round leaves unread.
+        is_padding: whether no source proposed it: what surely comes after the end of a row.
     """
 
     token_ids: torch.Tensor
     probs: torch.Tensor | None = None
     confidences: tuple[float, ...] = ()
     caught_up: int = 0
+    is_padding: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -161,8 +163,12 @@ class Round:
 
     @property
     def verdicts(self) -> list[tuple[Draft, Outcome]]:
-        """Drafts with what was judged of them; rows in lock-step count as one."""
-        pairs = [pair for pair in zip(self.drafts, self.outcomes, strict=True) if pair[0].num_tokens]
+        """Drafts with what was judged of them, without padding; rows in lock-step count as one."""
+        pairs = [
+            (draft, outcome)
+            for draft, outcome in zip(self.drafts, self.outcomes, strict=True)
+            if draft.num_tokens and not draft.is_padding
+        ]
         return pairs[:1] if self.is_lockstep else pairs
 
     @property

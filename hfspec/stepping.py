@@ -26,6 +26,8 @@ _ONE_BY_ONE = (
 _PER_TOKEN = ("hidden_states", "input_states", "position_ids")
 
 _lock = threading.Lock()
+#: Which thread is within `stepping`: others that use the layer meanwhile find it as it was.
+_here = threading.local()
 #: How many calls have a layer step just now.
 _num_calls: dict[int, int] = {}
 
@@ -47,9 +49,11 @@ def stepping(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
     """
     for layer in layers:
         _put_on(layer)
+    _here.depth = getattr(_here, "depth", 0) + 1
     try:
         yield
     finally:
+        _here.depth -= 1
         for layer in layers:
             _take_off(layer)
 
@@ -77,7 +81,7 @@ def _stepped(forward: Callable[..., Any], was_on_instance: Any) -> Callable[...,
         name = next((name for name in _PER_TOKEN if name in kwargs), None)
         hidden_states: torch.Tensor = args[0] if args else kwargs[name or ""]
         num_tokens = hidden_states.shape[1]
-        if num_tokens == 1:
+        if num_tokens == 1 or not getattr(_here, "depth", 0):
             return forward(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:  # it hides padding of the prompt, which has been read
             kwargs["attention_mask"] = None

@@ -4,16 +4,27 @@ import importlib.util
 import json
 import re
 import shlex
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    XLMConfig,
+    XLMWithLMHeadModel,
+    cache_utils,
+)
 
-from hfspec import weights
+import hfspec
+from hfspec import compat, weights
+from hfspec.cache.support import cache_problem
 from hfspec.cli.main import app
+from tests.models import VOCAB, build, noisy, prompt, shared
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -238,3 +249,93 @@ def test_what_is_written_is_checked_until_it_is_changed(document):
     document.write_text("no markers")
     with pytest.raises(SystemExit, match="needs <!-- bench:begin -->"):
         script.main(["--check", str(document)])
+
+
+# What it does not do
+
+
+def _call(model=None, draft=None, ids=None, **call):
+    return model or shared(), draft or noisy(), prompt() if ids is None else ids, {"max_new_tokens": 8} | call
+
+
+def _dropout():
+    model = build(attention_dropout=0.1)
+    return _call(model.train())
+
+
+def _int8():
+    model = build(dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces a successor
+        torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+    return _call(model, draft=build(dtype=torch.float32, seed=1))
+
+
+class _OwnCache(DynamicCache):
+    """Of the user's own making."""
+
+
+def _quantized():
+    """A cache with a layer such as the host's, whose packages need not be here."""
+    members = {"_quantize": None, "_dequantize": None, "__module__": cache_utils.__name__}
+    cache = DynamicCache()
+    cache.layers = [object.__new__(type("QuantoQuantizedLayer", (cache_utils.QuantizedLayer,), members))]
+    return cache
+
+
+#: For each row of the table a call that it is about.
+NOT_SPED_UP = {
+    "beams": lambda: _call(num_beams=2),
+    "`assistant_model=`, `prompt_lookup_num_tokens=`": lambda: _call(assistant_model=build(seed=1)),
+    "`custom_generate=`": lambda: _call(custom_generate=lambda model, input_ids, **kwargs: input_ids),
+    "a quantised cache": lambda: _call(**{compat.CACHE_KEY: _quantized()}),
+    "a cache class of your own": lambda: _call(**{compat.CACHE_KEY: _OwnCache()}),
+    "a draft with another tokenizer": lambda: _call(draft=build(vocab_size=200)),
+    "training mode with dropout": _dropout,
+    "LLM.int8 with outliers, dynamic int8 layers in the target": _int8,
+    "dynamic or long RoPE beyond the original length": lambda: _call(
+        build(rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, max_position_embeddings=12)
+    ),
+    "sparse attention beyond what it picks": lambda: _call(_with(build(), index_topk=4)),
+    "attention weights over windowed or static caches": lambda: _call(
+        build("mistral"), return_dict_in_generate=True, output_attentions=True
+    ),
+    "hidden states without a cache": lambda: _call(
+        use_cache=False, return_dict_in_generate=True, output_hidden_states=True
+    ),
+    "models such as BLT, CPM-Ant, XLM (see the zoo)": lambda: _call(
+        XLMWithLMHeadModel(XLMConfig(n_words=VOCAB, emb_dim=16, n_layers=1, n_heads=2)).eval()
+    ),
+}
+
+
+def _with(model, **settings):
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def _table():
+    """The rows of the table in the README: what is called, and the words of the reason."""
+    text = README.read_text()
+    lines = text[text.index("<!-- plain:begin -->") : text.index("<!-- plain:end -->")].splitlines()[3:]
+    return {call.strip(): reason.strip() for _, call, reason, _ in (line.split("|") for line in lines)}
+
+
+def test_the_table_has_a_call_for_every_row():
+    """Nothing is said there that is not tried here."""
+    assert list(_table()) == list(NOT_SPED_UP)
+
+
+@pytest.mark.parametrize("name", NOT_SPED_UP)
+def test_what_is_not_sped_up_says_why(name, monkeypatch):
+    """The call drafts nothing, for the reason that the table gives."""
+    model, draft, ids, call = NOT_SPED_UP[name]()
+    if "quantised cache" in name:  # its content is the host's affair: only the decision is looked at
+        assert _table()[name] in cache_problem(call[compat.CACHE_KEY])
+        return
+    with hfspec.patched(model, draft):
+        model.generate(ids, **call)
+        stats = hfspec.stats(model)
+    assert stats.drafted_tokens == 0
+    assert _table()[name] in stats.fallback_reason

@@ -105,10 +105,11 @@ class Controller:
         self._num_rows, self._num_unread = num_rows, 1
         self._ratio_tokens = min(max(_RATIO_START, budget.min_tokens), budget.max_tokens)
         self._may_pause = budget.policy == "measured" and budget.min_tokens == 0
-        experience.set_rows(num_rows)
-        if self._may_pause:
-            self._look_back()
-        experience.costs.begin_call()
+        with experience.lock:
+            experience.set_rows(num_rows)
+            if self._may_pause:
+                self._look_back()
+            experience.costs.begin_call()
 
     def next_round(self, num_remaining: int | None, num_rows: int = 1, num_unread: int = 1) -> RoundBudget:
         """The budget of the next round.
@@ -120,6 +121,10 @@ class Controller:
             num_rows: rows at work.
             num_unread: committed tokens a row that the target has to read besides the draft.
         """
+        with self._experience.lock:
+            return self._next_round(num_remaining, num_rows, num_unread)
+
+    def _next_round(self, num_remaining: int | None, num_rows: int, num_unread: int) -> RoundBudget:
         self._experience.set_rows(num_rows)
         self._num_rows, self._num_unread = num_rows, num_unread
         if num_unread > _MOST_UNREAD:
@@ -157,6 +162,10 @@ class Controller:
 
     def observe(self, round_: Round) -> None:
         """Learn from a finished round."""
+        with self._experience.lock:
+            self._observe(round_)
+
+    def _observe(self, round_: Round) -> None:
         experience = self._experience
         costs = experience.costs
         num_drafted, draft_seconds = round_.num_drafted, round_.draft_seconds

@@ -1,10 +1,11 @@
 """What rounds cost and bring on this machine with this pair, learned while running.
 
 These are measurements of a pair, kept from call to call; what a call chose is not kept. Knows nothing
-of models. Writes from several threads may interleave: an estimate may then miss a value, nothing worse.
+of models. Calls in several threads share them, one at a time (`Experience.lock`).
 """
 
 import copy
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -186,6 +187,7 @@ class Experience:
     rounds_since_plain: int = 0
     pause: int = 0
     next_pause: int = 16
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def set_rows(self, num_rows: int) -> None:
         """Go on with the costs of so many rows at work: 1, 2, 3–4, 5–8, … share them.
@@ -198,7 +200,10 @@ class Experience:
         if size not in self.costs_by_size:
             self.costs_by_size[size] = copy.deepcopy(self.costs)
             self.costs_by_size[size].begin_call()
-        self.costs = self.costs_by_size[size]
+        if self.costs is not self.costs_by_size[size]:
+            self.costs = self.costs_by_size[size]
+            # What rounds brought and cost with other numbers of rows says nothing about these.
+            self.tokens, self.seconds = Average(weight=0.06), Average(weight=0.06)
 
     @property
     def speculative_rate(self) -> float:

@@ -6,7 +6,8 @@ the accepted ones are read again as the left part of the next forward: lazily, w
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Rollback:
         self.num_read = num_read
         self._cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self._states = [layer for layer in layers if any(name in vars(layer) for name in _STATES_OF_LAYERS)]
+        self._num_slots_before: int | None = None
         self._checkpoint_at = num_read
         self._restores: list[Callable[[], None]] = []
 
@@ -46,10 +48,34 @@ class Rollback:
             for layer in self._cache.layers:
                 if isinstance(layer, SpeculativeLayer):
                     layer.committed = layer.length
+            if self._num_slots_before is None:
+                self._num_slots_before = int(self._cache.get_seq_length()) - self.num_read
         elif self.num_read != self._checkpoint_at or not self._restores:
             self._restores = [_snapshot(layer) for layer in self._cache.layers]
             self._restores += [_snapshot_of_layer(layer) for layer in self._states]
             self._checkpoint_at = self.num_read
+
+    @contextmanager
+    def reading(self, num_tokens: int) -> Iterator[None]:
+        """A forward over so many tokens a row; if it fails, whatever it has written is taken back."""
+        try:
+            yield
+        except BaseException:
+            self._take_back()
+            raise
+        self.num_read += num_tokens
+
+    def _take_back(self) -> None:
+        if self.goes_back_at_will:
+            layers = [layer for layer in self._cache.layers if hasattr(layer, "get_seq_length")]
+            for layer in layers:
+                excess = int(layer.get_seq_length()) - (self._num_slots_before or 0) - self.num_read
+                if excess > 0:
+                    layer.crop(-excess)
+        else:
+            for restore in self._restores:
+                restore()
+            self.num_read = self._checkpoint_at
 
     def to(self, num_read: int) -> None:
         """Go back to so many tokens or, if that cannot be, to the last checkpoint; `num_read` then says how many."""
@@ -118,6 +144,17 @@ class StateRollback:
         if self.num_read != self._checkpoint_at:
             self._saved = _copied(self._model_kwargs[self._key])
             self._checkpoint_at = self.num_read
+
+    @contextmanager
+    def reading(self, num_tokens: int) -> Iterator[None]:
+        """A forward over so many tokens a row; if it fails, the state is put back."""
+        try:
+            yield
+        except BaseException:
+            self.num_read += 1  # whatever was read
+            self.to(self.num_read - 1)
+            raise
+        self.num_read += num_tokens
 
     def to(self, num_read: int) -> None:
         """Go back to the last checkpoint, if so many tokens are fewer than were read."""

@@ -24,7 +24,8 @@ class Rows:
         cache: a `SpeculativeCache`; with recurrent layers for a single row only.
         positions: for each row, the position of the token it reads next.
         device: where masks and positions are wanted.
-        mask: `[batch, slots]`, 0 where a slot holds nothing of the row, for a cache that has read something.
+        mask: `[batch, slots]`, 0 where a slot holds nothing of the row; `None` where every slot does.
+        num_slots: slots that the cache holds already.
         counts_slots: whether the model takes the distance between slots for a distance in the text, so that
             holes must be closed at once.
     """
@@ -36,13 +37,14 @@ class Rows:
         device: torch.device,
         mask: torch.Tensor | None = None,
         counts_slots: bool = True,
+        num_slots: int = 0,
     ) -> None:
         self.positions = list(positions)
         self._cache = cache
         self._device = device
         self._mask = mask
-        self._rollback = Rollback(cache, 0 if mask is None else mask.shape[1])
-        self._num_tokens = [0] * len(self.positions) if mask is None else mask.sum(dim=-1).tolist()
+        self._rollback = Rollback(cache, num_slots if mask is None else mask.shape[1])
+        self._num_tokens = [num_slots] * len(self.positions) if mask is None else mask.sum(dim=-1).tolist()
         self._counts_slots = counts_slots
         self._has_inner_holes = False
 

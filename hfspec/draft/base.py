@@ -107,7 +107,14 @@ class DraftSource(ABC):
 
     def start_batch(self, contexts: Sequence[Context]) -> BatchSession:
         """Begin all rows of a call; to be overridden by a source that can share work between them."""
-        return _RowByRow([self.start(context) for context in contexts])
+        sessions: list[DraftSession] = []
+        try:
+            for context in contexts:
+                sessions.append(self.start(context))
+        except BaseException:
+            _stop_all(sessions)
+            raise
+        return _RowByRow(sessions)
 
 
 class _RowByRow(BatchSession):
@@ -131,5 +138,17 @@ class _RowByRow(BatchSession):
         self._sessions = [self._sessions[row] for row in rows]
 
     def stop(self) -> None:
-        for session in self._sessions:
+        sessions, self._sessions = self._sessions, []
+        _stop_all(sessions)
+
+
+def _stop_all(sessions: Sequence[DraftSession]) -> None:
+    """Stop each of them, whatever another does; the first error is raised at the end."""
+    errors: list[Exception] = []
+    for session in sessions:
+        try:
             session.stop()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

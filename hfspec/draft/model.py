@@ -134,7 +134,7 @@ class _ModelSession(BatchSession):
     def stop(self) -> None:
         """Nothing to release but what goes with the session."""
 
-    def _read(self, unread: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _read(self, unread: Sequence[torch.Tensor], wants_logits: bool = True) -> torch.Tensor:
         """Read some ids of each row, `[1, n]`; return the logits after each row's last, `[rows, vocab]` float32.
 
         Ids and logits are where the target's are; only the forward runs on the draft's device.
@@ -142,13 +142,14 @@ class _ModelSession(BatchSession):
         lengths = [each.shape[1] for each in unread]
         width = max(lengths)
         is_first = self._rows.num_slots == 0
-        if len(unread) > 1 and width > _MAX_LOGITS and not is_first:
+        if wants_logits and len(unread) > 1 and width > _MAX_LOGITS and not is_first:
             # The logits of so many tokens would take much memory: leave each row's last for a forward of its own.
-            if min(lengths) > 1:
-                self._read([each[:, :-1] for each in unread])
-                return self._read([each[:, -1:] for each in unread])
-            raise DraftError("rows that have fallen far apart cannot be read together")
-        side = (width - min(lengths), 0) if is_first else (0, width - min(lengths))
+            if min(lengths) == 1:
+                raise DraftError("rows that have fallen far apart cannot be read together")
+            self._read([each[:, :-1] for each in unread], wants_logits=False)
+            return self._read([each[:, -1:] for each in unread])
+        # A prompt stands at the right end; what follows it, at the left, so that no gap parts it from the prompt.
+        ends_together = is_first or min(lengths) == width
         filled = [_filled(each, width, at_the_end=is_first) for each in unread]
         mask, position_ids = self._rows.open(lengths, to_the_right=is_first)
         kwargs = dict(self._constant_inputs)
@@ -163,17 +164,15 @@ class _ModelSession(BatchSession):
         elif self._source.takes_position_ids:
             kwargs["position_ids"] = position_ids
         if self._source.limits_logits:
-            kwargs["logits_to_keep"] = 1 if not any(side) or is_first else width
+            kwargs["logits_to_keep"] = 1 if ends_together or not wants_logits else width
         with stepping([] if is_first else self._stepping_layers):
             all_logits: torch.Tensor = self._source.model(**kwargs).logits
-        if is_first or not any(side):
-            logits = all_logits[:, -1]
-        else:
-            all_logits = all_logits[:, -width:]
-            logits = torch.stack([row[length - 1] for row, length in zip(all_logits, lengths, strict=True)])
         if not is_first:
             self._rows.close(lengths, lengths)
-        return self._fitted(logits)
+        if ends_together or not wants_logits:
+            return self._fitted(all_logits[:, -1])
+        last = [row[length - 1] for row, length in zip(all_logits[:, -width:], lengths, strict=True)]
+        return self._fitted(torch.stack(last))
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
         """As wide as the target's, in float32, where the target's are."""

@@ -6,7 +6,8 @@ come: a draft source may look at it, and propose what the target is likely to pi
 Daliri et al. 2024, arXiv 2408.07978).
 """
 
-from collections import OrderedDict, deque
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,34 +41,29 @@ def unmoved(device: torch.device) -> Iterator[None]:
                 _set_default_state(each, state)
 
 
-#: Bytes of noise that are kept ahead; what is further ahead is drawn again from the saved states when it is needed.
+#: Bytes of noise that are kept; other noise is drawn again from the saved states when it is needed.
 _MAX_BYTES = 64 << 20
+#: Between two calls that draw from one generator, in several threads.
+_lock = threading.Lock()
 
 
 class SeededNoise:
     """The default generator of one device, with a look at what it will give.
 
-    Peeking draws from a private generator put into the same state, so the default one moves only
-    when `multinomial` or `settle` says so. If other code draws in between, what was peeked is stale and
-    is dropped: the result is still vanilla's.
+    Draws are counted from the beginning of the call. Looking ahead uses a private generator in the same
+    state; the default one moves by exactly the draws that are made. If other code draws in between, what
+    was seen ahead is stale and is dropped: the result is still vanilla's.
     """
 
     def __init__(self) -> None:
-        self._states: deque[torch.Tensor] = deque()  # before the next draw, before the one after it, …
-        self._noise: OrderedDict[int, torch.Tensor] = OrderedDict()  # by number of the draw since the beginning
-        self._num_drawn = 0
+        self._num_made = 0
+        self._states: dict[int, torch.Tensor] = {}  # the generator's, before the draw of that number
+        self._noise: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._private: torch.Generator | None = None
 
     def peek(self, like: torch.Tensor, position: int) -> torch.Tensor:
         """Noise of the `position`-th (0, 1, …) draw from now, shaped as `like` `[batch, vocab]`."""
-        if not self._is_current(like):
-            self._forget()
-        if not self._states:
-            self._states.append(_default_state(like.device))
-        while len(self._states) <= position:
-            self._draw(like, len(self._states) - 1)
-        noise = self._noise.get(self._num_drawn + position)
-        return noise if noise is not None else self._draw(like, position)
+        return self.at(like, self._num_made + position)
 
     def multinomial(self, probs: torch.Tensor) -> torch.Tensor:
         """What `torch.multinomial(probs, 1).squeeze(1)` returns, leaving the generator as it would.
@@ -78,52 +74,72 @@ class SeededNoise:
         Returns:
             Token ids `[batch]`.
         """
-        noise = self._noise.get(self._num_drawn) if self._is_current(probs) else None
+        is_seen = self._num_made in self._noise
         # The sum is finite unless a probability is nan or inf; then vanilla's own error is wanted.
-        if noise is not None and bool(probs.sum().isfinite()):
-            self.settle(1)
-            return (probs / noise).argmax(dim=-1)
-        self._forget()
-        return torch.multinomial(probs, num_samples=1).squeeze(1)
+        if not is_seen or not bool(probs.sum().isfinite()):
+            self._forget_ahead()
+            return torch.multinomial(probs, num_samples=1).squeeze(1)
+        noise = self.make(probs, self._num_made)
+        self._forget_before(self._num_made)
+        return (probs / noise).argmax(dim=-1)
 
-    def settle(self, num_draws: int) -> None:
-        """Leave the generator as after so many of the draws that were peeked at.
+    def at(self, like: torch.Tensor, number: int) -> torch.Tensor:
+        """Noise of the draw of that number, made or not, shaped as `like` `[batch, vocab]`."""
+        self._drop_stale(like)
+        nearest = max(each for each in self._states if each <= number)
+        for each in range(nearest, number):
+            self._draw(like, each)
+        noise = self._noise.get(number)
+        return noise if noise is not None else self._draw(like, number)
 
-        Where other code has drawn meanwhile, fewer may be known: it is then left as after those.
+    def make(self, like: torch.Tensor, number: int) -> torch.Tensor:
+        """The same, and make the draw if nobody has: the generator moves on by it.
+
+        Args:
+            number: of a draw that was made, or of the next one.
         """
-        num_known = min(num_draws, len(self._states) - 1)
-        for _ in range(num_known):
-            self._states.popleft()
-            self._noise.pop(self._num_drawn, None)
-            self._num_drawn += 1
-        if num_known > 0 and self._private is not None:
-            _set_default_state(self._private.device, self._states[0])
+        if number < self._num_made:
+            return self.at(like, number)
+        with _lock:
+            noise = self.at(like, number)
+            self._num_made = number + 1
+            _set_default_state(like.device, self._states[number + 1])
+        return noise
 
-    def _draw(self, like: torch.Tensor, position: int) -> torch.Tensor:
-        """Draw the noise of a position whose state is known, and learn the state after it."""
+    def _draw(self, like: torch.Tensor, number: int) -> torch.Tensor:
+        """Draw the noise of a number whose state is known, and learn the state after it."""
         if self._private is None:
             self._private = torch.Generator(like.device)
-        self._private.set_state(self._states[position])
+        self._private.set_state(self._states[number])
         noise = torch.empty(like.shape, dtype=like.dtype, device=like.device).exponential_(1, generator=self._private)
-        if position + 1 == len(self._states):
-            self._states.append(self._private.get_state())
-        self._noise[self._num_drawn + position] = noise
+        self._states.setdefault(number + 1, self._private.get_state())
+        self._noise[number] = noise
         while len(self._noise) > max(2, _MAX_BYTES // (noise.nbytes + 1)):
             self._noise.popitem(last=False)
         return noise
 
-    def _forget(self) -> None:
-        self._states.clear()
-        self._noise.clear()
-
-    def _is_current(self, like: torch.Tensor) -> bool:
-        if not self._states:
-            return False
-        last = next(iter(self._noise.values()), None)
-        same_kind = last is None or (
-            last.shape == like.shape and last.dtype == like.dtype and last.device == like.device
+    def _drop_stale(self, like: torch.Tensor) -> None:
+        """Forget what was seen ahead if the generator is not where it was left, or was asked for other shapes."""
+        now = _default_state(like.device)
+        shown = self._noise.get(self._num_made)
+        is_other = shown is not None and (shown.shape, shown.dtype, shown.device) != (
+            like.shape,
+            like.dtype,
+            like.device,
         )
-        return same_kind and torch.equal(self._states[0], _default_state(like.device))
+        if is_other or not torch.equal(self._states.get(self._num_made, now), now):
+            self._forget_ahead()
+        self._states.setdefault(self._num_made, now)
+
+    def _forget_ahead(self) -> None:
+        for kept in (self._states, self._noise):
+            for number in [each for each in kept if each >= self._num_made]:
+                del kept[number]
+
+    def _forget_before(self, number: int) -> None:
+        for kept in (self._states, self._noise):
+            for old in [each for each in kept if each < number]:
+                del kept[old]
 
 
 class RowNoise:
@@ -132,8 +148,8 @@ class RowNoise:
     Args:
         noise: the batch's.
         row: which row this is, of `num_rows`.
-        runs_ahead: whether the row draws at its own pace. The batch's generator then stays where it is until
-            `settle`; otherwise it is moved by the draws for the whole batch, and rows only peek.
+        runs_ahead: whether the row draws at its own pace, the generator moving on with the row that is furthest.
+            Otherwise draws are made for the whole batch, and rows only peek.
     """
 
     def __init__(self, noise: SeededNoise, row: int, num_rows: int, runs_ahead: bool) -> None:
@@ -146,13 +162,17 @@ class RowNoise:
     def peek(self, like: torch.Tensor, position: int) -> torch.Tensor:
         """This row's noise, `[1, vocab]`, of the `position`-th draw from where the row is."""
         batch = like.expand(self._num_rows, -1)
-        noise = self._noise.peek(batch, self._num_drawn + position)
-        return noise[self._row : self._row + 1]
+        if not self._runs_ahead:
+            return self._mine(self._noise.peek(batch, position))
+        return self._mine(self._noise.at(batch, self._num_drawn + position))
 
     def multinomial(self, probs: torch.Tensor) -> torch.Tensor:
         """What this row of the batch's draw gives for `probs` `[1, vocab]`: a token id `[1]`."""
         if not bool(probs.sum().isfinite()):
             return torch.multinomial(probs, num_samples=1).squeeze(1)  # for vanilla's own error
-        noise = self.peek(probs, 0)
-        self._num_drawn += self._runs_ahead
+        noise = self._mine(self._noise.make(probs.expand(self._num_rows, -1), self._num_drawn))
+        self._num_drawn += 1
         return (probs / noise).argmax(dim=-1)
+
+    def _mine(self, noise: torch.Tensor) -> torch.Tensor:
+        return noise[self._row : self._row + 1]

@@ -42,15 +42,13 @@ _TOKEN_AWARE = (
 _SPEECH = ("WhisperTimeStampLogitsProcessor",)
 #: Where one of them may hold a number for each row (how much padding the repetition penalty is to leave out).
 _HELD_BY_ROW = "prompt_ignore_length"
-#: The same, but they hold something of every row, so that they only work on the whole batch.
-_BATCH_AWARE = ("EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor")
 
 
 def _types(names: tuple[str, ...]) -> frozenset[type]:
     return frozenset(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
 
 
-_BLIND_TYPES, _AWARE_TYPES, _BATCH_TYPES = _types(_TOKEN_BLIND), _types(_TOKEN_AWARE), _types(_BATCH_AWARE)
+_BLIND_TYPES, _AWARE_TYPES = _types(_TOKEN_BLIND), _types(_TOKEN_AWARE)
 _SPEECH_TYPES = _types(_SPEECH)
 
 

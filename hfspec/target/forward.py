@@ -97,9 +97,8 @@ class Target:
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = num_logits
-        with stepping(self._stepping_layers):
+        with self._rollback.reading(num_read), stepping(self._stepping_layers):
             outputs = self.model(**model_inputs, return_dict=True)
-        self._rollback.num_read += num_read
         return Verified(outputs.logits[:, -num_logits:], outputs, num_read)
 
 
@@ -183,15 +182,14 @@ class RaggedTarget(Target):
         """Read the prompts `[rows, length]`, padded as vanilla wants them."""
         verified = super().prefill(input_ids)
         kwargs = self._model_kwargs
-        mask = kwargs.get("attention_mask")
-        if mask is None:  # 5.24 drops a mask that hides nothing
-            mask = torch.ones(input_ids.shape[0], self._cache.get_seq_length() + 1, dtype=torch.long)
-        mask = mask[:, :-1].to(input_ids.device)
-        next_positions = mask.sum(dim=-1)
+        num_rows, num_slots = input_ids.shape[0], self._cache.get_seq_length()
+        mask = kwargs.get("attention_mask")  # 5.24 drops one that hides nothing
+        mask = None if mask is None else mask[:, :-1].to(input_ids.device)
+        positions = [num_slots] * num_rows if mask is None else mask.sum(dim=-1).tolist()
         if kwargs.get("position_ids") is not None:
-            next_positions = kwargs["position_ids"][:, -1].expand(input_ids.shape[0])
+            positions = kwargs["position_ids"][:, -1].expand(num_rows).tolist()
         is_counting = counts_slots(self.model, self._cache)
-        self._rows = Rows(self._cache, next_positions.tolist(), input_ids.device, mask, is_counting)
+        self._rows = Rows(self._cache, positions, input_ids.device, mask, is_counting, num_slots)
         return verified
 
     def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:

@@ -148,7 +148,6 @@ def test_rows_at_their_own_paces_draw_what_the_batch_draws(memory, order):
         "far ahead, then back": [0] * 9 + [1] * 2 + [2] * 12 + [1] * 10 + [0] * 3,
     }[order]
     torch.manual_seed(0)
-    before = torch.get_rng_state()
     noise = SeededNoise()
     rows = [RowNoise(noise, row, num_rows, runs_ahead=True) for row in range(num_rows)]
     drawn = [[], [], []]
@@ -156,8 +155,6 @@ def test_rows_at_their_own_paces_draw_what_the_batch_draws(memory, order):
         law = probs[len(drawn[row]), row : row + 1]
         drawn[row].append(int(rows[row].multinomial(law)))
     assert drawn == expected
-    assert torch.equal(torch.get_rng_state(), before), "the generator moved before the call was settled"
-    noise.settle(num_draws)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -183,7 +180,6 @@ def test_any_paces_peeks_and_ends(data):
             if at + ahead < lengths[row]:
                 assert int(foretold) == expected[row][at + ahead]
             drawn[row].append(int(rows[row].multinomial(probs[at, row : row + 1])))
-        noise.settle(max(lengths))
     finally:
         noise_module._MAX_BYTES = kept
     assert drawn == [each[:length] for each, length in zip(expected, lengths, strict=True)]
@@ -216,30 +212,41 @@ def test_a_rows_bad_law_raises_vanillas_error():
         RowNoise(SeededNoise(), 0, 2, runs_ahead=True).multinomial(law)
 
 
-@pytest.mark.parametrize("num_draws", [1, 4, 7])
-def test_settling_leaves_the_generator_after_so_many_draws(memory, num_draws):
-    """Also where more was peeked at, and drawing goes on from there."""
-    probs = batch_laws(9, 2)
-    _, state = batch_draws(probs, num_draws)
-    next_draw = torch.multinomial(probs[8], 1).squeeze(1)
+def test_the_generator_moves_with_the_row_that_is_furthest():
+    """After each draw the state is vanilla's after as many, and peeking ahead moves nothing."""
+    probs = batch_laws(6, 2)
     torch.manual_seed(0)
     noise = SeededNoise()
-    for position in range(7):
-        noise.peek(probs[0], position)
-    noise.settle(num_draws)
-    assert torch.equal(torch.get_rng_state(), state)
-    noise.peek(probs[0], 3)
-    assert torch.equal(noise.multinomial(probs[8]), next_draw)
+    first, second = (RowNoise(noise, row, 2, runs_ahead=True) for row in range(2))
+    for number in range(1, 5):
+        first.peek(probs[0, :1], 3)
+        first.multinomial(probs[number, :1])
+        assert torch.equal(torch.get_rng_state(), _state_after(probs, number))
+    second.multinomial(probs[0, 1:])
+    assert torch.equal(torch.get_rng_state(), _state_after(probs, 4))
 
 
-def test_settling_nothing_moves_nothing():
-    """A call that ended before its first draw leaves the generator alone, peeked at or not."""
-    before = torch.get_rng_state()
+def _state_after(probs, num_draws):
+    now = torch.get_rng_state()
+    state = batch_draws(probs, num_draws)[1]
+    torch.set_rng_state(now)
+    return state
+
+
+def test_rows_go_on_where_others_have_drawn():
+    """Draws of other code in between make what was seen ahead stale; what was drawn for all rows stays."""
+    probs = batch_laws(6, 2)
+    torch.manual_seed(0)
     noise = SeededNoise()
-    noise.settle(0)
-    noise.peek(batch_laws(1, 2)[0], 3)
-    noise.settle(0)
-    assert torch.equal(torch.get_rng_state(), before)
+    first, second = (RowNoise(noise, row, 2, runs_ahead=True) for row in range(2))
+    drawn = [int(first.multinomial(probs[number, :1])) for number in range(3)]
+    torch.rand(1)
+    state = torch.get_rng_state()
+    rest = int(first.multinomial(probs[3, :1]))
+    assert [int(second.multinomial(probs[number, 1:])) for number in range(3)] == batch_draws(probs, 3)[0][1]
+    assert drawn == batch_draws(probs, 3)[0][0]
+    torch.set_rng_state(state)
+    assert rest == int(torch.multinomial(probs[3], 1)[0])
 
 
 def test_memory_of_noise_is_bounded(monkeypatch):

@@ -192,5 +192,3 @@ GENERATION: dict[str, dict[str, Any]] = {
 
 #: Models that cannot draft for one of their own kind, in ways that their configs do not tell.
 SCRIPTED = ("recurrent_gemma",)
-#: Models that write several rows of codes for a text.
-CODEBOOKS = ("musicgen", "musicgen_melody")

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 import hfspec
-from hfspec import Draft
 from hfspec.cache.support import model_problem
 from hfspec.compare import explain_difference
-from tests.models import FunctionSource, Scripted
-from tests.zoo.overrides import CALLS, CODEBOOKS, ROWS_PER_TEXT, SCRIPTED
+from tests.models import Scripted
+from tests.zoo.overrides import CALLS, ROWS_PER_TEXT, SCRIPTED
 from tests.zoo.prompts import inputs
 from tests.zoo.tiny import VOCAB, Species, build
 
@@ -173,10 +172,8 @@ class Specimen:
     def _draft(self, mode: Mode, plain: Result) -> Any:
         """A model of the same kind or, where that cannot draft, a source that knows what vanilla writes."""
         draft = self.drafts[mode.draft]
-        if self.species.model_type not in SCRIPTED + CODEBOOKS and model_problem(draft.config) is None:
+        if self.species.model_type not in SCRIPTED and model_problem(draft.config) is None:
             return draft
-        if self.species.model_type in CODEBOOKS:  # what they return is not what they write
-            return FunctionSource(lambda ids, budget, _: Draft(ids[:, -1:].expand(-1, budget.num_tokens)))
         return Scripted(plain.tokens, [2, 0, 3] if mode.draft == "good" else [0], vocab=VOCAB)
 
     def _near_tie(self, mode: Mode, call: dict[str, Any], plain: Result, fast: Result) -> str:
