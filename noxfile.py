@@ -20,7 +20,7 @@ nox.options.sessions = ["host"]
 def host(session: nox.Session, transformers: str) -> None:
     """What hfspec takes for granted about transformers, and the same tokens on it."""
     _install(session, transformers)
-    session.run("pytest", "tests/host", "tests/lossless", "-m", "not real_pair", "-q", *session.posargs)
+    session.run("pytest", "-n", "auto", "--maxprocesses", "4", "tests/host", "tests/lossless", "-q", *session.posargs)
 
 
 @nox.session
@@ -28,7 +28,7 @@ def host(session: nox.Session, transformers: str) -> None:
 def suite(session: nox.Session, transformers: str) -> None:
     """Every test that needs no downloaded model."""
     _install(session, transformers)
-    session.run("pytest", "-m", "not real_pair", "-q", *session.posargs)
+    session.run("pytest", "-n", "auto", "--maxprocesses", "4", "-m", "not real_pair", "-q", *session.posargs)
 
 
 def _install(session: nox.Session, transformers: str) -> None:

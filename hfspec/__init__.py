@@ -9,7 +9,7 @@ To know the code, read `patch`, `decode`, `loop`, `draft/model` and `accept/walk
 
 from hfspec.compare import Verdict, verify
 from hfspec.config import DraftBudget
-from hfspec.draft.base import Context, DraftSession, DraftSource
+from hfspec.draft.base import BatchSession, Context, DraftSession, DraftSource
 from hfspec.errors import (
     ConfigError,
     DraftError,
@@ -26,6 +26,7 @@ from hfspec.rounds import Draft, Outcome, RoundBudget
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchSession",
     "ConfigError",
     "Context",
     "Draft",
