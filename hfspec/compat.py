@@ -358,13 +358,11 @@ def max_positions(config: Any) -> int | None:
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
-def shrinks_window(cache: Any, config: Any) -> bool:
-    """Whether a static cache is smaller than the model's window, which vanilla then takes to be as small."""
-    window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
-    return any(
-        isinstance(layer, cache_utils.StaticLayer) and is_sliding(layer) and layer.max_cache_len < (window or 0)
-        for layer in text_layers(cache)
-    )
+def shrunk_window(cache: Any, config: Any) -> int | None:
+    """The size of a static cache that is smaller than the model's window, which vanilla then takes to be as small."""
+    window = getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
+    layers = [layer for layer in text_layers(cache) if isinstance(layer, cache_utils.StaticLayer) and is_sliding(layer)]
+    return min((layer.max_cache_len for layer in layers if layer.max_cache_len < window), default=None)
 
 
 def max_slots(cache: Any) -> int | None:

@@ -43,7 +43,8 @@ def plain_reason(prepared: Prepared) -> str | None:
     problem = cache_problem(prepared.cache)
     if problem is not None:
         return problem
-    if compat.shrinks_window(prepared.cache, model.config):
+    window = compat.shrunk_window(prepared.cache, model.config)
+    if window is not None and (last is None or last > window + 1):
         return "a static cache that is smaller than the window changes what a token sees by what comes with it"
     if compat.compiles_decoding(model, prepared.model_kwargs, config):
         return "the host compiles forwards over single tokens for this kind of cache"
