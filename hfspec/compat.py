@@ -365,6 +365,15 @@ def shrunk_window(cache: Any, config: Any) -> int | None:
     return min((layer.max_cache_len for layer in layers if layer.max_cache_len < window), default=None)
 
 
+def other_caches(model_kwargs: dict[str, Any]) -> list[Any]:
+    """What else forwards write into besides the cache: the caches of an encoder that hears a stream, say."""
+    return [
+        value
+        for name, value in model_kwargs.items()
+        if name not in CACHE_KEYS and (isinstance(value, Cache) or type(value).__name__.endswith("Cache"))
+    ]
+
+
 def max_slots(cache: Any) -> int | None:
     """How many tokens a cache of fixed size has room for, if it is one that does not slide."""
     layers = () if cache is None or not hasattr(cache, "layers") else text_layers(cache)

@@ -25,7 +25,6 @@ _BY_TYPE = {
     "musicgen_decoder": _CODES,
     "musicgen_melody_decoder": _CODES,
     "prophetnet": "behind a cache it takes single tokens only",
-    "voxtral_realtime": "it takes text and sound in step, token by token",
     "xlm": "it puts a mask token behind every text, so that nothing it has read can be kept",
 }
 #: They count as positions the ids that are not padding, of those that come at once.

@@ -27,12 +27,16 @@ class Rollback:
         cache: of any kind that `support.cache_problem` accepts; filled by the model's forwards.
         num_read: tokens of the text in it. Any number will do for a start, as only differences count.
         layers: of the model, where some keep a state in themselves.
+        others: further caches that the model's forwards write into, of whatever kind.
     """
 
-    def __init__(self, cache: Any, num_read: int = 0, layers: Iterable[torch.nn.Module] = ()) -> None:
+    def __init__(
+        self, cache: Any, num_read: int = 0, layers: Iterable[torch.nn.Module] = (), others: Iterable[object] = ()
+    ) -> None:
         self.num_read = num_read
         self._cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self._states = [layer for layer in layers if any(name in vars(layer) for name in _STATES_OF_LAYERS)]
+        self._others = list(others)
         self._num_slots_before: int | None = None
         self._checkpoint_at = num_read
         self._restores: list[Callable[[], None]] = []
@@ -40,7 +44,7 @@ class Rollback:
     @property
     def goes_back_at_will(self) -> bool:
         """Whether `to` reaches any point, not only the last checkpoint."""
-        return not self._states and all(_crops(layer) for layer in self._cache.layers)
+        return not self._states and not self._others and all(_crops(layer) for layer in self._cache.layers)
 
     def checkpoint(self) -> None:
         """Everything read so far is committed: never go back beyond this point."""
@@ -53,6 +57,7 @@ class Rollback:
         elif self.num_read != self._checkpoint_at or not self._restores:
             self._restores = [_snapshot(layer) for layer in self._cache.layers]
             self._restores += [_snapshot_of_layer(layer) for layer in self._states]
+            self._restores += [_snapshot_of_object(each) for each in self._others]
             self._checkpoint_at = self.num_read
 
     @contextmanager
@@ -170,6 +175,16 @@ def _snapshot_of_layer(layer: torch.nn.Module) -> Callable[[], None]:
     def restore() -> None:
         for name, value in saved.items():
             setattr(layer, name, _copied(value))
+
+    return restore
+
+
+def _snapshot_of_object(state: object) -> Callable[[], None]:
+    """The same for an object whose kind is not known: everything in it is copied."""
+    saved = _copied(vars(state))
+
+    def restore() -> None:
+        vars(state).update(_copied(saved))
 
     return restore
 

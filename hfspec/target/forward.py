@@ -47,6 +47,8 @@ class Target:
         outputs, kwargs = compat.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         self._model_kwargs = compat.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
+        if others := compat.other_caches(self._model_kwargs):
+            self._rollback = Rollback(self._cache, layers=self.model.modules(), others=others)
         # Only the last position is kept: the logits of a whole prompt can be very large.
         logits = outputs.logits[:, -1:].clone()
         outputs["logits"] = None

@@ -191,4 +191,4 @@ GENERATION: dict[str, dict[str, Any]] = {
 }
 
 #: Models that cannot draft for one of their own kind, in ways that their configs do not tell.
-SCRIPTED = ("recurrent_gemma",)
+SCRIPTED = ("recurrent_gemma", "voxtral_realtime")
