@@ -206,7 +206,8 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
         prepared.streamer.end()
     sequences = _joined(transcripts)
     if prepared.returns_states or call.has_own_cache:
-        target.catch_up(sequences)
+        with compat.decoding(call.model):
+            target.catch_up(sequences)
     return record.output(sequences, target.cache_for_user)
 
 
