@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, note
+from hypothesis import given, note, reject
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -118,7 +118,10 @@ class Case:
 
     def text(self) -> torch.Tensor:
         torch.manual_seed(self.seed)
-        out = self.model.generate(**self.call())
+        try:
+            out = self.model.generate(**self.call())
+        except Exception:  # vanilla itself cannot run it on this release: nothing to compare with
+            reject()
         return getattr(out, "sequences", out)
 
     def both(self, draft: Any, budget: Any) -> Pair:
@@ -137,7 +140,7 @@ def cases(draw, archs=KINDS) -> Case:
     inputs = prompts(*lengths, seed=draw(st.integers(0, 99)))
     # With padding, eager attention in float64 is nan in vanilla itself where there is an RMSNorm.
     attns = ["eager", "sdpa"] if len(set(lengths)) == 1 or arch == "gpt2" else ["sdpa"]
-    attn = "eager" if arch in COUNTING else draw(st.sampled_from(attns))
+    attn = "eager" if arch in (*COUNTING, "t5") else draw(st.sampled_from(attns))  # they have but that one on 4.57
     case = Case(arch, attn, inputs, seed=draw(st.integers(0, 99)), is_stateful=draw(st.booleans()))
     num_new = draw(st.sampled_from([1, 2, 9, 24]))
     if draw(st.booleans()):
@@ -193,8 +196,9 @@ def drafts(draw, case: Case):
     if kind == "noisy":
         return noisy(case.arch, attn=case.attn)
     if kind == "other":
-        archs = (case.arch,) if case.arch in ENCODER_DECODER else (*SUPPORTED, *WINDOWED, *RECURRENT)
-        return shared(draw(st.sampled_from(archs)), seed=1, attn="sdpa")
+        if case.arch in ENCODER_DECODER:
+            return shared(case.arch, seed=1, attn=case.attn)
+        return shared(draw(st.sampled_from((*SUPPORTED, *WINDOWED, *RECURRENT))), seed=1, attn="sdpa")
     return Scripted(case.text(), draw(st.lists(st.integers(0, 8), min_size=1, max_size=4)))
 
 
@@ -202,6 +206,7 @@ def drafts(draw, case: Case):
 def test_any_call_gives_vanillas_tokens_and_random_state(data):
     """Any call, with any draft and budget, gives vanilla's tokens and leaves vanilla's random state."""
     case = data.draw(cases())
+    case.text()
     draft = data.draw(drafts(case))
     budget = data.draw(budgets)
     note(f"{case}, draft {type(draft).__name__}, budget {budget}")
@@ -217,6 +222,7 @@ def test_any_call_returns_vanillas_dict(data):
     names += ["output_attentions"] if case.attn == "eager" and "mamba" not in case.arch else []
     wanted = {name: True for name in data.draw(st.sets(st.sampled_from(names)))}
     case.options |= {"return_dict_in_generate": True} | wanted
+    case.text()
     draft = data.draw(drafts(case))
     note(f"{case}, draft {type(draft).__name__}")
     case.both(draft, data.draw(budgets)).assert_same()

@@ -362,6 +362,8 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         state[f"{path} class"] = type(module)
         for name, value in vars(module).items():
+            if name == "_cache":  # 4.57 keeps its static cache on the model, for the next call
+                continue
             state[f"{path}.{name}"] = dict(value) if isinstance(value, dict) else id(value)
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         state[f"{name} itself"] = (id(weight), weight._version, weight.requires_grad)
