@@ -27,6 +27,24 @@ _BY_TYPE = {
     "prophetnet": "behind a cache it takes single tokens only",
     "xlm": "it puts a mask token behind every text, so that nothing it has read can be kept",
 }
+#: Made to write only by `is_decoder`.
+_ENCODERS = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 #: They count as positions the ids that are not padding, of those that come at once.
 _POSITIONS_FROM_IDS = ("m2m_100", "nllb-moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5", "trocr")
 
@@ -49,6 +67,8 @@ def config_problem(config: PretrainedConfig) -> str | None:
     for each in (text_config, config):
         if each.model_type in _BY_TYPE:
             return _BY_TYPE[each.model_type]
+        if each.model_type in _ENCODERS and not getattr(each, "is_decoder", False):
+            return "its attention looks both ways, as is_decoder is not set in its config"
     return None
 
 
