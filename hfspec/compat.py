@@ -258,8 +258,8 @@ def is_sliding(layer: Any) -> bool:
 
 
 def text_layers(cache: Any) -> list[Any]:
-    """The layers that grow with the text; what an encoder-decoder model keeps of the encoder does not."""
-    layers: list[Any] = getattr(cache, "self_attention_cache", cache).layers
+    """The layers that grow with the text, if any; what an encoder-decoder model keeps of the encoder does not."""
+    layers: list[Any] = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
     return layers
 
 
@@ -376,11 +376,8 @@ def other_caches(model_kwargs: dict[str, Any]) -> list[Any]:
 
 def max_slots(cache: Any) -> int | None:
     """How many tokens a cache of fixed size has room for, if it is one that does not slide."""
-    layers = () if cache is None or not hasattr(cache, "layers") else text_layers(cache)
-    sizes = [
-        layer.max_cache_len for layer in layers if isinstance(layer, cache_utils.StaticLayer) and not is_sliding(layer)
-    ]
-    return min(sizes, default=None)
+    layers = [layer for layer in text_layers(cache) if isinstance(layer, cache_utils.StaticLayer)]
+    return min((layer.max_cache_len for layer in layers if not is_sliding(layer)), default=None)
 
 
 def empty_cache_for(config: Any) -> Cache:

@@ -170,10 +170,11 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     has_cache = prepared.uses_cache and not prepared.keeps_own_state
     if has_cache and not call.has_own_cache and compat.is_empty(cache) and not compat.keeps_elsewhere(cache):
         cache = speculative_cache(cache)  # the host has just made that one, for nobody else
-    in_step = prepared.num_rows == 1
-    if not in_step and (why := lockstep_reason(prepared, cache)) is not None:
+    why = lockstep_reason(prepared, cache) if prepared.num_rows > 1 else None
+    is_lockstep = why is not None
+    in_step = is_lockstep or prepared.num_rows == 1
+    if why is not None:
         call.metrics.lockstep_reasons[why] += 1
-        in_step = True
 
     noise = SeededNoise()
     record = Record(prepared.generation_config, prepared.encoder_outputs)
@@ -192,8 +193,8 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     # Rows in step go on only where all of them accept: what a single row's confidence says is no guide there.
     controller = Controller(
         call.options.budget,
-        call.state.experience_with(call.drafting.drafter, in_step and prepared.num_rows > 1),
-        reads_confidence=prepared.device.type == "cpu" and (not in_step or prepared.num_rows == 1),
+        call.state.experience_with(call.drafting.drafter, is_lockstep),
+        reads_confidence=prepared.device.type == "cpu" and not is_lockstep,
         num_rows=prepared.num_rows,
     )
     try:

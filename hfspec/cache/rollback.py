@@ -6,12 +6,13 @@ the accepted ones are read again as the left part of the next forward: lazily, w
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hfspec import compat
 from hfspec.cache.ledger import SpeculativeLayer
@@ -20,45 +21,14 @@ from hfspec.cache.ledger import SpeculativeLayer
 _STATES_OF_LAYERS = ("conv1d_state", "recurrent_states")
 
 
-class Rollback:
-    """How many tokens of the text a cache has read, and the way back.
+class _WayBack(ABC):
+    """Counts the tokens that were read, and knows how to undo a forward that has failed.
 
-    Args:
-        cache: of any kind that `support.cache_problem` accepts; filled by the model's forwards.
-        num_read: tokens of the text in it. Any number will do for a start, as only differences count.
-        layers: of the model, where some keep a state in themselves.
-        others: further caches that the model's forwards write into, of whatever kind.
+    Attributes:
+        num_read: tokens of the text that were read, from wherever the count began.
     """
 
-    def __init__(
-        self, cache: Any, num_read: int = 0, layers: Iterable[torch.nn.Module] = (), others: Iterable[object] = ()
-    ) -> None:
-        self.num_read = num_read
-        self._cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        self._states = [layer for layer in layers if any(name in vars(layer) for name in _STATES_OF_LAYERS)]
-        self._others = list(others)
-        self._num_slots_before: int | None = None
-        self._checkpoint_at = num_read
-        self._restores: list[Callable[[], None]] = []
-
-    @property
-    def goes_back_at_will(self) -> bool:
-        """Whether `to` reaches any point, not only the last checkpoint."""
-        return not self._states and not self._others and all(_crops(layer) for layer in self._cache.layers)
-
-    def checkpoint(self) -> None:
-        """Everything read so far is committed: never go back beyond this point."""
-        if self.goes_back_at_will:
-            for layer in self._cache.layers:
-                if isinstance(layer, SpeculativeLayer):
-                    layer.committed = layer.length
-            if self._num_slots_before is None:
-                self._num_slots_before = int(self._cache.get_seq_length()) - self.num_read
-        elif self.num_read != self._checkpoint_at or not self._restores:
-            self._restores = [_snapshot(layer) for layer in self._cache.layers]
-            self._restores += [_snapshot_of_layer(layer) for layer in self._states]
-            self._restores += [_snapshot_of_object(each) for each in self._others]
-            self._checkpoint_at = self.num_read
+    num_read: int
 
     @contextmanager
     def reading(self, num_tokens: int) -> Iterator[None]:
@@ -70,17 +40,58 @@ class Rollback:
             raise
         self.num_read += num_tokens
 
+    @abstractmethod
     def _take_back(self) -> None:
+        """Undo whatever a forward has written before it failed."""
+
+    @abstractmethod
+    def checkpoint(self) -> None:
+        """Everything read so far is committed: never go back beyond this point."""
+
+    @abstractmethod
+    def to(self, num_read: int) -> None:
+        """Go back to so many tokens or, if that cannot be, to the last checkpoint; `num_read` then says how many."""
+
+
+class Rollback(_WayBack):
+    """How many tokens of the text a cache has read, and the way back.
+
+    Args:
+        cache: of any kind that `support.cache_problem` accepts, or none; filled by the model's forwards.
+        num_read: tokens of the text in it. Any number will do for a start, as only differences count.
+        layers: of the model, where some keep a state in themselves.
+        others: further caches that the model's forwards write into, of whatever kind.
+    """
+
+    def __init__(
+        self, cache: Any, num_read: int = 0, layers: Iterable[torch.nn.Module] = (), others: Iterable[object] = ()
+    ) -> None:
+        self.num_read = num_read
+        self._cache = cache
+        self._states = [layer for layer in layers if any(name in vars(layer) for name in _STATES_OF_LAYERS)]
+        self._others = list(others)
+        self._num_slots_before: int | None = None
+        self._checkpoint_at = num_read
+        self._restores: list[Callable[[], None]] = []
+
+    @property
+    def goes_back_at_will(self) -> bool:
+        """Whether `to` reaches any point, not only the last checkpoint."""
+        return not self._states and not self._others and all(_crops(layer) for layer in self._layers)
+
+    def checkpoint(self) -> None:
+        """Everything read so far is committed: never go back beyond this point."""
         if self.goes_back_at_will:
-            layers = [layer for layer in self._cache.layers if hasattr(layer, "get_seq_length")]
-            for layer in layers:
-                excess = int(layer.get_seq_length()) - (self._num_slots_before or 0) - self.num_read
-                if excess > 0:
-                    layer.crop(-excess)
-        else:
-            for restore in self._restores:
-                restore()
-            self.num_read = self._checkpoint_at
+            for layer in self._layers:
+                if isinstance(layer, SpeculativeLayer):
+                    layer.committed = layer.length
+            if self._num_slots_before is None:
+                self._num_slots_before = int(self._cache.get_seq_length()) - self.num_read
+        elif self.num_read != self._checkpoint_at or not self._restores:
+            self._restores = [_snapshot(layer) for layer in self._layers]
+            self._restores += [_snapshot_of_layer(layer) for layer in self._states]
+            self._restores += [_snapshot_of_object(each) for each in self._others]
+            self._checkpoint_at = self.num_read
 
     def to(self, num_read: int) -> None:
         """Go back to so many tokens or, if that cannot be, to the last checkpoint; `num_read` then says how many."""
@@ -88,48 +99,33 @@ class Rollback:
         if excess <= 0:
             return
         if self.goes_back_at_will:
-            for layer in self._cache.layers:
-                layer.crop(-excess)  # 0, or a positive count, means different things in different releases
-                if isinstance(layer, StaticLayer) and layer.is_initialized:
-                    _clear_last(layer, excess)
+            for layer in self._layers:
+                _forget(layer, excess)
             self.num_read = num_read
+        else:
+            self._restore()
+
+    @property
+    def _layers(self) -> list[Any]:
+        return compat.text_layers(self._cache)
+
+    def _take_back(self) -> None:
+        if not self.goes_back_at_will:
+            self._restore()
             return
+        for layer in self._layers:
+            if hasattr(layer, "get_seq_length"):
+                excess = int(layer.get_seq_length()) - (self._num_slots_before or 0) - self.num_read
+                if excess > 0:
+                    _forget(layer, excess)
+
+    def _restore(self) -> None:
         for restore in self._restores:
             restore()
         self.num_read = self._checkpoint_at
 
 
-def _crops(layer: Any) -> bool:
-    """Whether the layer can forget its last tokens, however many and whenever."""
-    if isinstance(layer, SpeculativeLayer):
-        return True
-    if isinstance(layer, (compat.LINEAR_LAYER, DynamicSlidingWindowLayer)):
-        return False
-    return type(layer) in compat.CROPPABLE_LAYERS and not (
-        isinstance(layer, StaticLayer) and getattr(layer, "is_sliding", False)
-    )
-
-
-def _snapshot(layer: Any) -> Callable[[], None]:
-    """Copy a layer's state; the function returned puts it back, as often as it is called."""
-    if isinstance(layer, SpeculativeLayer):
-        length = layer.committed = layer.length
-        return lambda: layer.rollback(length)
-    # Keys and values of dynamic layers are replaced at every update, never written into: a reference will do.
-    by_reference = ("keys", "values") if isinstance(layer, DynamicLayer) else ()
-    saved = {name: value if name in by_reference else _copied(value) for name, value in vars(layer).items()}
-
-    def restore() -> None:
-        for name, value in saved.items():
-            if name in by_reference:
-                setattr(layer, name, value)
-            else:
-                setattr(layer, name, _put_back(value, getattr(layer, name, None)))
-
-    return restore
-
-
-class StateRollback:
+class StateRollback(_WayBack):
     """The same for a state that is no cache of the host's kind: copied whole at a checkpoint, and put back.
 
     Args:
@@ -150,22 +146,45 @@ class StateRollback:
             self._saved = _copied(self._model_kwargs[self._key])
             self._checkpoint_at = self.num_read
 
-    @contextmanager
-    def reading(self, num_tokens: int) -> Iterator[None]:
-        """A forward over so many tokens a row; if it fails, the state is put back."""
-        try:
-            yield
-        except BaseException:
-            self.num_read += 1  # whatever was read
-            self.to(self.num_read - 1)
-            raise
-        self.num_read += num_tokens
-
     def to(self, num_read: int) -> None:
         """Go back to the last checkpoint, if so many tokens are fewer than were read."""
         if num_read < self.num_read:
-            self._model_kwargs[self._key] = _copied(self._saved)
-            self.num_read = self._checkpoint_at
+            self._take_back()
+
+    def _take_back(self) -> None:
+        self._model_kwargs[self._key] = _copied(self._saved)
+        self.num_read = self._checkpoint_at
+
+
+def _crops(layer: Any) -> bool:
+    """Whether the layer can forget its last tokens, however many and whenever."""
+    return isinstance(layer, SpeculativeLayer) or type(layer) in compat.CROPPABLE_LAYERS
+
+
+def _forget(layer: Any, num_slots: int) -> None:
+    """Let a layer that crops forget its last slots."""
+    layer.crop(-num_slots)  # 0, or a positive count, means different things in different releases
+    if isinstance(layer, StaticLayer) and layer.is_initialized:
+        _clear_last(layer, num_slots)
+
+
+def _snapshot(layer: Any) -> Callable[[], None]:
+    """Copy a layer's state; the function returned puts it back, as often as it is called."""
+    if isinstance(layer, SpeculativeLayer):
+        length = layer.committed = layer.length
+        return lambda: layer.rollback(length)
+    # Keys and values of dynamic layers are replaced at every update, never written into: a reference will do.
+    by_reference = ("keys", "values") if isinstance(layer, DynamicLayer) else ()
+    saved = {name: value if name in by_reference else _copied(value) for name, value in vars(layer).items()}
+
+    def restore() -> None:
+        for name, value in saved.items():
+            if name in by_reference:
+                setattr(layer, name, value)
+            else:
+                setattr(layer, name, _put_back(value, getattr(layer, name, None)))
+
+    return restore
 
 
 def _snapshot_of_layer(layer: torch.nn.Module) -> Callable[[], None]:

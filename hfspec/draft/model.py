@@ -43,9 +43,8 @@ class ModelDraft(DraftSource):
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.takes_position_ids = "position_ids" in self._accepted
         self.takes_cache_position = "cache_position" in self._accepted
-        config = model.config.get_text_config(decoder=True)
-        self.vocab_size: int = config.vocab_size
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+        self.max_positions = compat.max_positions(model.config)
 
     @property
     def may_draw(self) -> bool:  # type: ignore[override]  # a fact that changes with the model's mode

@@ -62,10 +62,7 @@ class Target:
             draft_ids: the rows' drafts, `[1, num_drafted]` each, of one length.
         """
         num_drafted = draft_ids[0].shape[1]
-        input_ids = torch.cat([torch.cat(list(texts)), torch.cat(list(draft_ids))], dim=-1)
-        kwargs = self._model_kwargs
-        if num_drafted:
-            kwargs = compat.advance(self.model, ModelOutput(), kwargs, num_drafted)
+        input_ids, kwargs = self._with_drafts(texts, draft_ids)
         self._rollback.checkpoint()
         num_read = self.num_unread + num_drafted
         model_inputs = compat.prepare_last(self.model, input_ids, num_read, kwargs)
@@ -95,6 +92,16 @@ class Target:
     def cache_for_user(self) -> Any:
         """The cache as vanilla hands it back."""
         return vanilla_cache(self._cache)
+
+    def _with_drafts(
+        self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The texts with the drafts behind them `[rows, length]`, and the model kwargs grown to that length."""
+        input_ids = torch.cat([torch.cat(list(texts)), torch.cat(list(draft_ids))], dim=-1)
+        num_drafted = draft_ids[0].shape[1]
+        if not num_drafted:
+            return input_ids, self._model_kwargs
+        return input_ids, compat.advance(self.model, ModelOutput(), self._model_kwargs, num_drafted)
 
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
@@ -148,12 +155,8 @@ class UncachedTarget(Target):
 
     def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
         """Read the rows' texts and the drafts behind them in one forward."""
-        num_drafted = draft_ids[0].shape[1]
-        input_ids = torch.cat([torch.cat(list(texts)), torch.cat(list(draft_ids))], dim=-1)
-        kwargs = self._model_kwargs
-        if num_drafted:
-            kwargs = compat.advance(self.model, ModelOutput(), kwargs, num_drafted)
-        return self._forward(compat.prepare_all(self.model, input_ids, kwargs), num_drafted + 1, num_drafted + 1)
+        width = draft_ids[0].shape[1] + 1
+        return self._forward(compat.prepare_all(self.model, *self._with_drafts(texts, draft_ids)), width, width)
 
     def level_cache(self, num_new: int) -> None:
         """Nothing to level."""

@@ -603,3 +603,24 @@ def test_an_error_of_the_target_leaves_nothing_foreign_in_the_users_cache(name, 
         written = text[:, : 6 + number - 1]
         more = model.generate(torch.cat([written, prompt(3, seed=4)], dim=-1), **call)
         assert torch.equal(more, model.generate(torch.cat([written, prompt(3, seed=4)], dim=-1), max_new_tokens=14))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_an_error_of_a_target_without_a_cache_passes_through(num_rows):
+    """Nothing has to be taken back there, and the error that reaches the caller is the target's own."""
+    model, num_forwards = build(), 0
+
+    def failing(*_: Any) -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+        if num_forwards == 4:
+            raise ConnectionError("the target")
+
+    hook = model.register_forward_pre_hook(failing)
+    ids = torch.cat([prompt(seed=seed) for seed in range(num_rows)])
+    with hfspec.patched(model, noisy(), draft_budget=3):
+        with pytest.raises(ConnectionError, match="the target"):
+            model.generate(ids, use_cache=False, max_new_tokens=20)
+        hook.remove()
+        text = model.generate(ids, use_cache=False, **NEW)
+    assert torch.equal(text, build().generate(ids, use_cache=False, **NEW))
