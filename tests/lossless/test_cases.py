@@ -379,26 +379,6 @@ def test_threads_do_not_share_a_call():
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
-def test_two_targets_share_one_draft():
-    """Case 35: one draft model serves two targets by turns and from within each other's calls."""
-    one, other, draft = build(seed=0), build(seed=1), noisy()
-    expected = [plain_text(model, prompt(), **NEW) for model in (one, other)]
-    nested: list[torch.Tensor] = []
-
-    class CallsTheOther(CountingProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if input_ids.shape[1] == 12:
-                nested.append(other.generate(prompt(), **NEW))
-            return scores
-
-    with hfspec.patched(one, draft, draft_budget=4), hfspec.patched(other, draft, draft_budget=3):
-        for model, text in zip((one, other, one), (*expected, expected[0]), strict=True):
-            assert torch.equal(model.generate(prompt(), **NEW), text)
-        assert torch.equal(one.generate(prompt(), logits_processor=[CallsTheOther()], **NEW), expected[0])
-        assert hfspec.stats(one).last.drafted_tokens > 0
-    assert torch.equal(nested[0], expected[1])
-
-
 def test_a_call_within_a_call_of_the_same_model():
     """Case 35: a processor that asks the same patched model for a text does not disturb the text around it."""
     expected = plain_text(shared(), prompt(), **NEW)
