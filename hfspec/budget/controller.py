@@ -109,7 +109,7 @@ class Controller:
             experience.set_rows(num_rows)
             if self._may_pause:
                 self._look_back()
-            experience.costs.begin_call()
+            experience.begin_call()
 
     def next_round(self, num_remaining: int | None, num_rows: int = 1, num_unread: int = 1) -> RoundBudget:
         """The budget of the next round.
@@ -148,7 +148,9 @@ class Controller:
             most = min(most, experience.rounds_on + 1)
         prospects = _Prospects(experience, most, self._num_unread)
         if self._reads_confidence and experience.gives_confidence and least == 0:
-            if on_trial or prospects.are_good(0, path=1.0):
+            # How far to go is found on the way: what stopping early brought before may pass what any length promises.
+            pays = experience.speculative_rate > experience.plain_rate
+            if on_trial or pays or prospects.best_length():
                 self._asked_confidence = True
                 return _WorthwhileBudget(most, prospects, experience, self._num_rows)
         elif length := max(least, prospects.best_length(), int(on_trial)):

@@ -15,6 +15,8 @@ import numpy
 _ASSUMED_SLOPE = 0.02
 #: Levels of confidence, 0 … 1, that acceptance is kept for.
 _NUM_LEVELS = 12
+#: Values of its own after which a text's averages are half its own, half those of the texts before.
+_WORTH_OF_OTHER_TEXTS = 12
 
 
 class Seconds:
@@ -57,6 +59,10 @@ class Average:
         count = self.count + 1  # local, as another thread may set it back meanwhile
         self.value += max(self.weight, 1 / count) * (value - self.value)
         self.count = count
+
+    def loosen(self, count: int) -> None:
+        """Take what is known for no more than so many values' worth."""
+        self.count = min(self.count, count)
 
 
 def _few() -> Seconds:
@@ -146,6 +152,11 @@ class Acceptance:
             if confidences:
                 self.by_confidence[_level(confidences[index])].add(accepted)
 
+    def begin_call(self) -> None:
+        """Another text may be of another kind: let its own verdicts soon outweigh those of the texts before."""
+        for each in (self.overall, *self.by_depth.values(), *self.by_confidence):
+            each.loosen(_WORTH_OF_OTHER_TEXTS)
+
     def at_confidence(self, confidence: float) -> float:
         """Expected acceptance of a token, given all before it were accepted."""
         return self.by_confidence[_level(confidence)].value
@@ -204,6 +215,13 @@ class Experience:
             self.costs = self.costs_by_size[size]
             # What rounds brought and cost with other numbers of rows says nothing about these.
             self.tokens, self.seconds = Average(weight=0.06), Average(weight=0.06)
+
+    def begin_call(self) -> None:
+        """Keep what is known of the pair, ready to learn what is different in a new text."""
+        self.costs.begin_call()
+        self.acceptance.begin_call()
+        for each in (self.tokens, self.seconds):
+            each.loosen(_WORTH_OF_OTHER_TEXTS)
 
     @property
     def speculative_rate(self) -> float:

@@ -181,6 +181,16 @@ def test_a_good_pair_does_not_wait_in_its_second_call():
     assert first == 0 < second
 
 
+def test_a_harder_text_is_not_given_up_for_being_slower_than_the_last():
+    """Plain decoding is chosen where it is faster than drafting, not where drafting was faster in an easy text."""
+    machine = Machine(acceptance=0.98, draft=0.1, wider=0.1)
+    machine.call(400, reads_confidence=True)
+    assert machine.experience.speculative_rate > 3 * machine.experience.plain_rate
+    for each in machine.experience.acceptance.by_depth.values():
+        each.value = 0.6
+    assert machine.call(20, reads_confidence=True)[1] > 0
+
+
 def test_a_call_that_is_dearer_throughout_keeps_what_was_learned():
     """A longer context makes every forward dearer alike: the choice of lengths stays, from the second round on."""
     machine = Machine(acceptance=0.8, draft=0.1)
