@@ -300,13 +300,6 @@ def row_of_outputs(outputs: Any, row: int) -> Any:
     return type(outputs)(**sliced)
 
 
-def media_token_ids(config: Any) -> tuple[int, ...]:
-    """The ids that stand in a text for images, videos and sounds."""
-    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
-    found = (getattr(config, name, None) for name in names)
-    return tuple(token_id for token_id in found if isinstance(token_id, int))
-
-
 def takes_cache(config: Any) -> bool:
     """Whether the causal model of this config takes a key-value cache; unknown configs are given the benefit."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -318,26 +311,6 @@ def forget_prepared_cache(model: PreTrainedModel) -> None:
     cache = vars(model).get("_cache")
     if cache is not None and not any(layer.is_initialized for layer in getattr(cache, "layers", ())):
         del vars(model)["_cache"]
-
-
-def exact_lengths(config: Any) -> list[tuple[int, str]]:
-    """Lengths up to which a forward over many tokens computes what forwards over one each do, and what changes then.
-
-    Dynamic and long RoPE choose the frequencies of a whole forward by the furthest position in it. Sparse attention
-    picks the best slots once there are more than it takes, and breaks ties by how many tokens come at once.
-    """
-    config = config.get_text_config(decoder=True)
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [scaling, *(each for each in scaling.values() if isinstance(each, dict))]
-    lengths: list[tuple[int, str]] = []
-    if any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds):
-        names = ("original_max_position_embeddings", "max_position_embeddings")
-        limits = [getattr(config, name, None) for name in names]
-        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
-        lengths.append((min(limit for limit in limits if limit), "its position encoding changes"))
-    if isinstance(getattr(config, "index_topk", None), int):
-        lengths.append((config.index_topk, "its attention picks slots"))
-    return lengths
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -363,15 +336,6 @@ def shrunk_window(cache: Any, config: Any) -> int | None:
     window = getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
     layers = [layer for layer in text_layers(cache) if isinstance(layer, cache_utils.StaticLayer) and is_sliding(layer)]
     return min((layer.max_cache_len for layer in layers if layer.max_cache_len < window), default=None)
-
-
-def other_caches(model_kwargs: dict[str, Any]) -> list[Any]:
-    """What else forwards write into besides the cache: the caches of an encoder that hears a stream, say."""
-    return [
-        value
-        for name, value in model_kwargs.items()
-        if name not in CACHE_KEYS and (isinstance(value, Cache) or type(value).__name__.endswith("Cache"))
-    ]
 
 
 def max_slots(cache: Any) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
 
 from hfspec import compat
-from hfspec.cache.support import model_problem
+from hfspec.cache.support import draft_problem
 from hfspec.config import Options
 from hfspec.draft.base import DraftSource
 from hfspec.draft.model import ModelDraft
@@ -63,11 +63,7 @@ def find_drafting(
         raise DraftError(
             "The draft model has no weights (device 'meta'); load it with weights, on any device or on disk."
         )
-    problem = model_problem(draft.config)
-    if draft.config.model_type == "recurrent_gemma":
-        problem = "it keeps its state in its own layers, where the target or another call may be at work"
-    if draft.config.is_encoder_decoder and not model.config.is_encoder_decoder:
-        problem = "it has an encoder, and this target brings nothing that it could read"
+    problem = draft_problem(draft.config, model.config)
     if problem is not None:
         return Drafting(ModelDraft(draft), f"the draft model cannot draft: {problem}")
     problem = pairing_problem(

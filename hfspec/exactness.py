@@ -27,6 +27,8 @@ _BY_TYPE = {
     "prophetnet": "behind a cache it takes single tokens only",
     "xlm": "it puts a mask token behind every text, so that nothing it has read can be kept",
 }
+#: Those whose forwards over single tokens mix the rows of a batch, while their forwards over several do not.
+_MIX_ROWS = ("rwkv",)
 #: Made to write only by `is_decoder`.
 _ENCODERS = (
     "bert",
@@ -72,12 +74,39 @@ def config_problem(config: PretrainedConfig) -> str | None:
     return None
 
 
+def rows_problem(config: PretrainedConfig) -> str | None:
+    """Why a batch of such a model cannot be verified in one forward, where a single text can, or `None`."""
+    if config.model_type in _MIX_ROWS:
+        return "its forwards over single tokens mix the rows of a batch, and others do not"
+    return None
+
+
 def exactness_problem(model: PreTrainedModel, max_length: int | None) -> str | None:
     """Why this target, in texts of up to `max_length` tokens, cannot be verified in one forward, or `None`."""
-    for limit, what in compat.exact_lengths(model.config):
+    for limit, what in _exact_lengths(model.config):
         if max_length is None or max_length > limit:
             return f"{what} beyond {limit} tokens, and this call may get there"
     return config_problem(model.config) or next(filter(None, map(_module_problem, model.modules())), None)
+
+
+def _exact_lengths(config: PretrainedConfig) -> list[tuple[int, str]]:
+    """Lengths up to which a forward over many tokens computes what forwards over one each do, and what changes then.
+
+    Dynamic and long RoPE choose the frequencies of a whole forward by the furthest position in it. Sparse attention
+    picks the best slots once there are more than it takes, and breaks ties by how many tokens come at once.
+    """
+    config = config.get_text_config(decoder=True)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [scaling, *(each for each in scaling.values() if isinstance(each, dict))]
+    lengths: list[tuple[int, str]] = []
+    if any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds):
+        names = ("original_max_position_embeddings", "max_position_embeddings")
+        limits = [getattr(config, name, None) for name in names]
+        limits += [kind.get("original_max_position_embeddings") for kind in kinds]
+        lengths.append((min(limit for limit in limits if limit), "its position encoding changes"))
+    if isinstance(getattr(config, "index_topk", None), int):
+        lengths.append((config.index_topk, "its attention picks slots"))
+    return lengths
 
 
 def _module_problem(module: torch.nn.Module) -> str | None:

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import LogitsProcessorList, PretrainedConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationConfig
 
 from hfspec import compat
@@ -141,7 +141,7 @@ class Prepared:
         """
         ids, mask = self.input_ids[row : row + 1], self.padding_mask(row)
         is_text = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-        for token_id in compat.media_token_ids(self.model.config):
+        for token_id in _media_token_ids(self.model.config):
             is_text = is_text & (ids != token_id)
         return None if bool(is_text.all()) else is_text
 
@@ -149,3 +149,10 @@ class Prepared:
 def _is_given(value: Any) -> bool:
     """Whether an input is there; 5.24 passes dicts that may hold nothing."""
     return any(_is_given(each) for each in value.values()) if isinstance(value, dict) else value is not None
+
+
+def _media_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """The ids that stand in a text for images, videos and sounds."""
+    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
+    found = (getattr(config, name, None) for name in names)
+    return tuple(token_id for token_id in found if isinstance(token_id, int))

@@ -7,7 +7,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStr
 
 from hfspec import compat
 from hfspec.cache.support import cache_problem, ragged_problem, target_problem
-from hfspec.exactness import exactness_problem
+from hfspec.exactness import exactness_problem, rows_problem
 from hfspec.prepared import Prepared
 from hfspec.sampling.processors import are_row_independent
 
@@ -38,8 +38,7 @@ def plain_reason(prepared: Prepared) -> str | None:
             return "without a cache, states of the whole text are wanted for every token"
         return None
     if prepared.keeps_own_state:
-        is_mixed = model.config.model_type == "rwkv" and prepared.num_rows > 1
-        return "its forwards over single tokens mix the rows of a batch, and others do not" if is_mixed else None
+        return rows_problem(model.config) if prepared.num_rows > 1 else None
     problem = cache_problem(prepared.cache)
     if problem is not None:
         return problem

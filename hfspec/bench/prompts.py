@@ -81,7 +81,7 @@ def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
 
 def as_text(tokenizer: Any, prompt: Prompt) -> str:
     """What the model is to read, through the tokenizer's chat template where there is one."""
-    if prompt.is_raw or not tokenizer.chat_template:
+    if not _is_chat(tokenizer, prompt):
         return prompt.text
     turn = [{"role": "user", "content": prompt.text}]
     text: str = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
@@ -89,14 +89,11 @@ def as_text(tokenizer: Any, prompt: Prompt) -> str:
 
 
 def encode(tokenizer: Any, prompt: Prompt, device: str) -> dict[str, torch.Tensor]:
-    """Input ids `[1, length]` and their mask, through the tokenizer's chat template where there is one."""
-    if prompt.is_raw or not tokenizer.chat_template:
-        encoded = tokenizer(prompt.text, return_tensors="pt")
-    else:
-        encoded = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.text}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+    """Input ids `[1, length]` and their mask of what `as_text` gives; a template brings its special tokens itself."""
+    text, brings_special = as_text(tokenizer, prompt), _is_chat(tokenizer, prompt)
+    encoded = tokenizer(text, add_special_tokens=not brings_special, return_tensors="pt")
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def _is_chat(tokenizer: Any, prompt: Prompt) -> bool:
+    return bool(tokenizer.chat_template) and not prompt.is_raw

@@ -12,11 +12,23 @@ from hfspec.exactness import config_problem
 #: They take no position ids, but work them out from the mask (or need none: ALiBi counts slots between tokens).
 _POSITIONS_FROM_MASK = ("biogpt", "bloom", "mpt", "opt", "xglm")
 
+#: Their recurrent state is not in the cache, but on the model.
+_STATE_IN_LAYERS = ("recurrent_gemma",)
+
 
 def target_problem(config: PretrainedConfig) -> str | None:
     """Why a model of this config cannot be sped up, or `None` if it can."""
     if compat.reads_all(config) or compat.state_key(config) is not None:
         return config_problem(config)  # as a target it can do without a cache that goes back
+    return model_problem(config)
+
+
+def draft_problem(config: PretrainedConfig, target_config: PretrainedConfig) -> str | None:
+    """Why a model of this config cannot draft for such a target, or `None` if it can. Tokenizers are another matter."""
+    if config.model_type in _STATE_IN_LAYERS:
+        return "it keeps its state in its own layers, where the target or another call may be at work"
+    if config.is_encoder_decoder and not target_config.is_encoder_decoder:
+        return "it has an encoder, and this target brings nothing that it could read"
     return model_problem(config)
 
 

@@ -11,9 +11,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 
-from hfspec.cache.support import model_problem, target_problem
+from hfspec.cache.support import draft_problem, target_problem
 from hfspec.cli.output import AsJson, print_json, print_pairs
 from hfspec.config import DEFAULT_MAX_TOKENS
 from hfspec.draft.pairing import pairing_problem
@@ -67,18 +74,25 @@ class Candidate:
 
     @property
     def num_parameters(self) -> int | None:
-        """How many parameters one token reads: all, but for an input embedding that is only looked up."""
-        auto_model: Any = AutoModelForCausalLM
+        """How many parameters one token reads: neither an encoder's nor an input embedding that is only looked up."""
+        has_encoder = bool(self.config.is_encoder_decoder)
+        kinds: Any = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if has_encoder else (AutoModelForCausalLM,)
+        model = next(filter(None, map(self._without_weights, kinds)), None)
+        if model is None:
+            return None
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        unread = set(model.get_encoder().parameters()) - {embedding.weight} if has_encoder else set()
+        if head is not None and head.weight is not embedding.weight:
+            unread.add(embedding.weight)
+        counts: list[int] = [each.numel() for each in model.parameters() if each not in unread]
+        return sum(counts)
+
+    def _without_weights(self, kind: Any) -> Any:
         try:
             with torch.device("meta"):
-                model = auto_model.from_config(self.config)
+                return kind.from_config(self.config)
         except (ValueError, ImportError, AttributeError, RuntimeError):
             return None
-        total: int = sum(parameter.numel() for parameter in model.parameters())
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        is_only_looked_up = head is not None and head.weight is not embedding.weight
-        num_looked_up: int = embedding.weight.numel() if is_only_looked_up else 0
-        return total - num_looked_up
 
 
 def check(
@@ -129,7 +143,7 @@ def examine(target: Candidate, draft: Candidate | None) -> dict[str, Any]:
 
 def pair_problem(target: Candidate, draft: Candidate) -> str | None:
     """Why this draft cannot draft for this target, or `None` if it can."""
-    if (problem := model_problem(draft.config)) is not None:
+    if (problem := draft_problem(draft.config, target.config)) is not None:
         return f"the draft cannot be used: {problem}"
     return pairing_problem(target.config, draft.config, target.tokenizer, draft.tokenizer)
 

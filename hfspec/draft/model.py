@@ -16,7 +16,9 @@ from hfspec import compat
 from hfspec.cache.ledger import speculative_cache
 from hfspec.cache.rows import Rows
 from hfspec.cache.support import counts_slots, ragged_problem
+from hfspec.draft import inputs
 from hfspec.draft.base import BatchSession, Context, DraftSession, DraftSource
+from hfspec.draft.choice import RowDraft
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcome, RoundBudget
 from hfspec.sampling.processors import DraftProcessors
@@ -26,10 +28,6 @@ from hfspec.stepping import stepping, stepping_layers
 _USUAL_UNREAD = 2
 #: Logits are asked for at every token of a forward up to so many tokens; longer ones are read in two steps.
 _MAX_LOGITS = 16
-#: Of a context's inputs, the one that says what is padding.
-_MASK = "attention_mask"
-#: How inputs are called that hold something for each id of the prompt.
-_TYPES_OF_IDS = "token_type_ids"
 
 
 class ModelDraft(DraftSource):
@@ -72,7 +70,7 @@ class ModelDraft(DraftSource):
 
     def sees(self, context: Context) -> bool:
         """Whether this model is to be given the images and sounds of the call: it takes all that they come with."""
-        names = set(context.inputs) - {_MASK}
+        names = inputs.media_names(context)
         is_in_the_text = context.encoder_outputs is None and not self.is_encoder_decoder
         return is_in_the_text and bool(names) and names <= self._accepted
 
@@ -92,12 +90,13 @@ class _ModelSession(BatchSession):
         self._rows = Rows(self._cache, [0] * len(contexts), self._device, counts_slots=is_counting)
         self._num_ids = [0] * len(contexts)
         self._stepping_layers = stepping_layers(source.model)
-        self._constant_inputs = self._encoder_inputs(contexts[0])
+        self._constant_inputs: dict[str, Any] = {"use_cache": True, "return_dict": True, compat.CACHE_KEY: self._cache}
+        self._constant_inputs |= inputs.of_encoder(source.model, contexts[0], self._device)
         self._sees = source.sees(contexts[0])
 
     def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:
         prefixes = [
-            _only(context.inputs.get(_MASK) if self._sees else context.prompt_mask, text)
+            inputs.without_hidden(inputs.given_mask(context) if self._sees else context.prompt_mask, text)
             for context, text in zip(self._contexts, texts, strict=True)
         ]
         self._num_ids = [prefix.shape[1] for prefix in prefixes]
@@ -106,16 +105,17 @@ class _ModelSession(BatchSession):
         num_tokens = self._within_context(budget.num_tokens)
         self._check_ids(unread)
 
-        drafts: list[_RowDraft] = [_RowDraft() for _ in prefixes]
-        while len(drafts[0].tokens) < num_tokens:
+        drafts = [RowDraft(*each) for each in zip(self._contexts, self._processors, strict=True)]
+        while drafts[0].num_tokens < num_tokens:
             logits = self._read(unread)
-            if not drafts[0].tokens:
+            if not drafts[0].num_tokens:
                 self._rows.checkpoint()  # so far all is committed text
-            for row, draft in enumerate(drafts):
-                self._choose(row, prefixes[row], logits[row : row + 1], draft, budget.reads_confidence)
+            unread = [
+                draft.choose(prefixes[row], logits[row : row + 1], budget.reads_confidence)
+                for row, draft in enumerate(drafts)
+            ]
             if budget.reads_confidence and not budget.allows_another(*(draft.confidences[-1] for draft in drafts)):
                 break
-            unread = [draft.tokens[-1] for draft in drafts]
             prefixes = [torch.cat([prefix, new], dim=-1) for prefix, new in zip(prefixes, unread, strict=True)]
         return [draft.finished(caught_up) for draft in drafts]
 
@@ -157,7 +157,7 @@ class _ModelSession(BatchSession):
         if mask is not None:
             kwargs["attention_mask"] = mask
         if self._sees:  # what comes behind an image has positions that only the model knows
-            kwargs |= self._media(width) if is_first else {}
+            kwargs |= inputs.media(self._contexts[0], width, self._device) if is_first else {}
             if self._source.takes_cache_position:
                 kwargs["cache_position"] = position_ids[0]
         elif self._source.takes_position_ids:
@@ -179,55 +179,6 @@ class _ModelSession(BatchSession):
         missing = vocab_size - logits.shape[-1]
         logits = logits[:, :vocab_size].to(device=self._contexts[0].device, dtype=torch.float32)
         return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
-
-    def _choose(
-        self, row: int, prefix: torch.Tensor, logits: torch.Tensor, draft: "_RowDraft", reads_confidence: bool
-    ) -> None:
-        """Add the next token to a row's draft, as the target would choose it from the draft's `logits` `[1, vocab]`."""
-        context = self._contexts[row]
-        scores, token_ids = self._processors[row](prefix, logits)
-        if context.selection == "rejection":
-            preference = scores.softmax(dim=-1)
-            index = torch.multinomial(preference, num_samples=1)
-            draft.laws.append(_spread(preference, token_ids, context.vocab_size))
-        else:
-            preference = _preference(context, scores, token_ids, position=len(draft.tokens))
-            index = preference.max(dim=-1, keepdim=True).indices
-        draft.tokens.append(index if token_ids is None else token_ids.gather(1, index))
-        if reads_confidence:
-            draft.confidences.append(_confidence(context, preference, index))
-
-    def _encoder_inputs(self, context: Context) -> dict[str, Any]:
-        """The keywords that are the same in every forward."""
-        inputs: dict[str, Any] = {"use_cache": True, "return_dict": True, compat.CACHE_KEY: self._cache}
-        source = self._source
-        if not source.takes_encoder_outputs:
-            return inputs
-        if not source.is_encoder_decoder:  # its mask would be the decoder's
-            return inputs | {"encoder_outputs": context.encoder_outputs}
-        if source.model.get_encoder() is context.encoder:
-            return inputs | {"encoder_outputs": context.encoder_outputs} | self._encoder_mask()
-        if not set(context.inputs) - {_MASK}:
-            raise DraftError("the draft has an encoder, and this call came without an encoder's input")
-        encoder = source.model.get_encoder()
-        accepted = inspect.signature(encoder.forward).parameters
-        given = {name: _to_device(value, self._device) for name, value in context.inputs.items() if name in accepted}
-        return inputs | {"encoder_outputs": encoder(**given, return_dict=True)} | self._encoder_mask()
-
-    def _encoder_mask(self) -> dict[str, Any]:
-        mask = self._contexts[0].inputs.get(_MASK)
-        return {} if mask is None else {_MASK: _to_device(mask, self._device)}
-
-    def _media(self, width: int) -> dict[str, Any]:
-        """The images and sounds in the first `width` ids of a single row, for the forward that reads them."""
-        mask, media = self._contexts[0].inputs.get(_MASK), {}
-        for name, value in self._contexts[0].inputs.items():
-            if name.endswith(_TYPES_OF_IDS):  # one for each id of the prompt; text comes behind it
-                types = _only(mask, value)
-                value = functional.pad(types, (0, width - types.shape[1]))
-            if name != _MASK:
-                media[name] = _to_device(value, self._device)
-        return media
 
     def _within_context(self, num_tokens: int) -> int:
         """The most tokens that the draft model has positions for; the last one drafted is never read."""
@@ -263,66 +214,7 @@ class _OneRow(DraftSession):
         self._batch.stop()
 
 
-class _RowDraft:
-    """One row's draft in the making."""
-
-    def __init__(self) -> None:
-        self.tokens: list[torch.Tensor] = []
-        self.laws: list[torch.Tensor] = []
-        self.confidences: list[float] = []
-
-    def finished(self, caught_up: int) -> Draft:
-        """As the protocol wants it."""
-        return Draft(
-            token_ids=torch.cat(self.tokens, dim=-1),
-            probs=torch.cat(self.laws) if self.laws else None,
-            confidences=tuple(self.confidences),
-            caught_up=caught_up,
-        )
-
-
-def _only(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor:
-    """A row's text `[1, n]` without what the mask of its prompt hides."""
-    if mask is None:
-        return input_ids
-    num_prompt = mask.shape[1]
-    return torch.cat([input_ids[:, :num_prompt][mask.bool()].unsqueeze(0), input_ids[:, num_prompt:]], dim=-1)
-
-
-def _preference(context: Context, scores: torch.Tensor, token_ids: torch.Tensor | None, position: int) -> torch.Tensor:
-    """What the target is likely to choose by, were its scores the draft's: `[1, n]`, its noise included."""
-    if context.selection == "greedy":
-        return scores
-    like = torch.empty(1, context.vocab_size, device=context.device)
-    noise = context.noise.peek(like, position)
-    return scores - (noise if token_ids is None else noise.gather(1, token_ids)).log()
-
-
-def _confidence(context: Context, preference: torch.Tensor, index: torch.Tensor) -> float:
-    """How sure the choice of `index` `[1, 1]` is. `preference` is written over.
-
-    Drawn tokens: the law's greatest probability, read before any token is known by it. Picked tokens:
-    1 where nothing else could have been picked, 0 where the second best was as likely.
-    """
-    if context.selection == "rejection":
-        return float(preference.amax())
-    best = preference.gather(1, index)
-    second = preference.scatter_(1, index, -torch.inf).amax()
-    return float(-torch.expm1(second - best))
-
-
-def _spread(probs: torch.Tensor, token_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """A law over some tokens as one over the whole vocabulary, `[1, vocab]`."""
-    if token_ids is None:
-        return probs
-    return probs.new_zeros(1, vocab_size).scatter_(1, token_ids, probs)
-
-
 def _filled(token_ids: torch.Tensor, width: int, at_the_end: bool) -> torch.Tensor:
     """Ids `[1, n]` made as wide as the longest row's, with ids that a mask hides before or behind them."""
     missing = width - token_ids.shape[1]
     return functional.pad(token_ids, (missing, 0) if at_the_end else (0, missing))
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from hfspec import compat
@@ -47,7 +48,7 @@ class Target:
         outputs, kwargs = compat.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         self._model_kwargs = compat.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
-        if others := compat.other_caches(self._model_kwargs):
+        if others := _other_caches(self._model_kwargs):
             self._rollback = Rollback(self._cache, layers=self.model.modules(), others=others)
         # Only the last position is kept: the logits of a whole prompt can be very large.
         logits = outputs.logits[:, -1:].clone()
@@ -230,3 +231,12 @@ class RaggedTarget(Target):
         if self._rows is None:
             raise RuntimeError("prefill comes first")
         return self._rows
+
+
+def _other_caches(model_kwargs: dict[str, Any]) -> list[Any]:
+    """What else forwards write into besides the cache: the caches of an encoder that hears a stream, say."""
+    return [
+        value
+        for name, value in model_kwargs.items()
+        if name not in compat.CACHE_KEYS and (isinstance(value, Cache) or type(value).__name__.endswith("Cache"))
+    ]

@@ -1,11 +1,25 @@
 """Which models and caches can be sped up, and the reason where not."""
 
 import pytest
-from transformers import DynamicCache, EncoderDecoderCache, OpenAIGPTConfig, StaticCache, XLMConfig
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    OpenAIGPTConfig,
+    RecurrentGemmaConfig,
+    StaticCache,
+    XLMConfig,
+)
 from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, StaticLayer
 
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.support import cache_problem, counts_slots, model_problem, ragged_problem, target_problem
+from hfspec.cache.support import (
+    cache_problem,
+    counts_slots,
+    draft_problem,
+    model_problem,
+    ragged_problem,
+    target_problem,
+)
 from tests.models import SUPPORTED, build, shared
 
 
@@ -32,6 +46,17 @@ def test_a_model_without_a_cache_can_be_a_target_only():
     """OpenAI GPT reads the whole text for every token anyway."""
     assert target_problem(OpenAIGPTConfig()) is None
     assert "of its own kind" in model_problem(OpenAIGPTConfig())
+
+
+def test_a_draft_must_have_something_to_read_and_its_state_to_itself():
+    """What holds of every target holds here, too; the rest depends on the pair."""
+    decoder, both_parts = shared("llama").config, build("t5").config
+    assert draft_problem(decoder, decoder) is None
+    assert draft_problem(decoder, both_parts) is None
+    assert draft_problem(both_parts, both_parts) is None
+    assert "it has an encoder" in draft_problem(both_parts, decoder)
+    assert "in its own layers" in draft_problem(RecurrentGemmaConfig(), decoder)
+    assert "mask token" in draft_problem(XLMConfig(), decoder)
 
 
 class OwnCache(DynamicCache):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, T5Config, XLMConfig
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, T5Config, WhisperConfig, XLMConfig
 from typer.testing import CliRunner
 
 from hfspec.cli.check import forecast
@@ -29,6 +29,11 @@ def llama(hidden_size: int = 64, **options: Any) -> LlamaConfig:
     return LlamaConfig(**(sizes | options))
 
 
+def t5(num_layers: int = 1, num_encoder_layers: int = 1) -> T5Config:
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_heads": 2, "vocab_size": 64}
+    return T5Config(num_layers=num_encoder_layers, num_decoder_layers=num_layers, **sizes)
+
+
 def saved(config: PretrainedConfig, folder: Path) -> str:
     config.save_pretrained(folder)
     return str(folder)
@@ -47,8 +52,7 @@ def test_a_llama_can_be_sped_up(tmp_path: Path):
 
 
 def test_an_encoder_decoder_can_be_sped_up(tmp_path: Path):
-    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=64)
-    exit_code, report = check(saved(config, tmp_path / "target"))
+    exit_code, report = check(saved(t5(), tmp_path / "target"))
     assert exit_code == 0
     assert report["possible"]
 
@@ -75,6 +79,30 @@ def test_an_input_embedding_counts_only_if_it_is_also_the_head(tmp_path: Path):
     _, untied = check(saved(llama(tie_word_embeddings=False), tmp_path / "untied"))
     _, tied = check(saved(llama(tie_word_embeddings=True), tmp_path / "tied"))
     assert untied["target_parameters"] == tied["target_parameters"]
+
+
+def test_an_encoder_is_read_once_and_does_not_count(tmp_path: Path):
+    _, small = check(saved(t5(), tmp_path / "small"))
+    _, wide = check(saved(t5(num_encoder_layers=4), tmp_path / "wide"))
+    _, deep = check(saved(t5(num_layers=4), tmp_path / "deep"))
+    assert small["target_parameters"] == wide["target_parameters"] < deep["target_parameters"]
+
+
+def test_speech_has_forecasts(tmp_path: Path):
+    sizes: dict[str, Any] = {"encoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 64, "pad_token_id": 0}
+    target = saved(WhisperConfig(decoder_layers=8, **sizes), tmp_path / "target")
+    draft = saved(WhisperConfig(decoder_layers=1, **sizes), tmp_path / "draft")
+    _, report = check(target, "--draft", draft)
+    assert 0 < report["cost_ratio"] < 1
+    assert len(report["forecasts"]) == 3
+
+
+def test_a_draft_with_an_encoder_cannot_draft_for_a_decoder(tmp_path: Path):
+    target, draft = saved(llama(256, vocab_size=64), tmp_path / "target"), saved(t5(), tmp_path / "draft")
+    exit_code, report = check(target, "--draft", draft)
+    assert exit_code == 1
+    assert "it has an encoder" in report["problem"]
 
 
 def test_other_vocabularies_do_not_fit(tmp_path: Path):

@@ -1,0 +1,77 @@
+"""What a draft model is given besides the text: an encoder's outputs, images and sounds.
+
+Knows no cache and no round.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from hfspec.draft.base import Context
+from hfspec.errors import DraftError
+
+#: Of a context's inputs, the one that says what is padding.
+_MASK = "attention_mask"
+#: How inputs are called that hold something for each id of the prompt.
+_TYPES_OF_IDS = "token_type_ids"
+
+
+def media_names(context: Context) -> set[str]:
+    """What besides ids and mask the call came with."""
+    return set(context.inputs) - {_MASK}
+
+
+def given_mask(context: Context) -> torch.Tensor | None:
+    """The mask of the prompt as the call gave it, places of images included, `[1, prompt_length]`."""
+    mask: torch.Tensor | None = context.inputs.get(_MASK)
+    return mask
+
+
+def of_encoder(model: PreTrainedModel, context: Context, device: torch.device) -> dict[str, Any]:
+    """The keywords that hand a draft model what an encoder has made of the call's input.
+
+    Raises:
+        DraftError: the model has an encoder, and there is nothing to give it.
+    """
+    if "encoder_outputs" not in inspect.signature(model.forward).parameters:
+        return {}
+    if not model.config.is_encoder_decoder:  # its mask would be the decoder's
+        return {"encoder_outputs": context.encoder_outputs}
+    mask = context.inputs.get(_MASK)
+    masked = {} if mask is None else {_MASK: _to_device(mask, device)}
+    encoder = model.get_encoder()
+    if encoder is context.encoder:
+        return masked | {"encoder_outputs": context.encoder_outputs}
+    if not media_names(context):
+        raise DraftError("the draft has an encoder, and this call came without an encoder's input")
+    accepted = inspect.signature(encoder.forward).parameters
+    given = {name: _to_device(value, device) for name, value in context.inputs.items() if name in accepted}
+    return masked | {"encoder_outputs": encoder(**given, return_dict=True)}
+
+
+def media(context: Context, width: int, device: torch.device) -> dict[str, Any]:
+    """The images and sounds in a row's first `width` ids, for the forward that reads them."""
+    mask, given = context.inputs.get(_MASK), {}
+    for name, value in context.inputs.items():
+        if name == _MASK:
+            continue
+        if name.endswith(_TYPES_OF_IDS):  # one for each id of the prompt; text comes behind it
+            types = without_hidden(mask, value)
+            value = functional.pad(types, (0, width - types.shape[1]))
+        given[name] = _to_device(value, device)
+    return given
+
+
+def without_hidden(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor:
+    """A row's text `[1, n]` without what the mask of its prompt hides."""
+    if mask is None:
+        return input_ids
+    num_prompt = mask.shape[1]
+    return torch.cat([input_ids[:, :num_prompt][mask.bool()].unsqueeze(0), input_ids[:, num_prompt:]], dim=-1)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
