@@ -15,6 +15,8 @@ import numpy
 _ASSUMED_SLOPE = 0.02
 #: Levels of confidence, 0 … 1, that acceptance is kept for.
 _NUM_LEVELS = 12
+#: Where speculation was so many times as fast as plain decoding, a new text need not begin with measuring that again.
+_SURELY_FASTER = 1.3
 #: Values of its own after which a text's averages are half its own, half those of the texts before.
 _WORTH_OF_OTHER_TEXTS = 12
 
@@ -77,25 +79,31 @@ class Costs:
     draft_token: Seconds = field(default_factory=Seconds)
     overhead: Seconds = field(default_factory=Seconds)
     by_width: dict[int, Seconds] = field(default_factory=dict)
-    _plain_before: float | None = None
-    _num_plain_wanted: int = 2
+    _plain_forwards_wanted: int = 2
+    _before: dict[int, float] = field(default_factory=dict)
 
     def add_forward(self, width: int, seconds: float) -> None:
         """Take the time of a target forward."""
-        self.by_width.setdefault(width, _few() if width == 1 else Seconds()).add(seconds)
-        if width == 1 and self._plain_before is not None:
-            factor, self._plain_before = self.by_width[1].value / self._plain_before, None
-            for each in (self.draft_token, *(times for width, times in self.by_width.items() if width > 1)):
+        times = self.by_width.setdefault(width, _few() if width == 1 else Seconds())
+        if width in self._before:
+            factor, self._before = seconds / self._before[width], {}
+            for each in (self.draft_token, *self.by_width.values()):
                 each.scale(factor)
+        times.add(seconds)
+        if width == 1:
+            self._plain_forwards_wanted = max(0, self._plain_forwards_wanted - 1)
 
-    def begin_call(self) -> None:
-        """Measure a plain forward anew, and scale everything by how it has changed.
+    def begin_call(self, measures_plain: bool = True) -> None:
+        """Scale everything by how the next forward of a known width differs from what it took before.
 
         Another context length or another load makes all forwards dearer or cheaper, about alike.
+
+        Args:
+            measures_plain: whether that is to be a forward over a single token, measured for this.
         """
-        if self.num_plain:
-            self._plain_before, self._num_plain_wanted = self.by_width[1].value, 1
-            self.by_width[1] = _few()
+        self._before = {width: times.value for width, times in self.by_width.items() if times.value > 0}
+        if measures_plain:
+            self._plain_forwards_wanted = max(1, self._plain_forwards_wanted)
 
     def forwards(self, max_width: int) -> list[float]:
         """Expected seconds of target forwards over 0 (meaningless), 1, … `max_width` tokens.
@@ -121,12 +129,7 @@ class Costs:
     @property
     def needs_plain(self) -> bool:
         """Whether a forward over a single token must be measured before anything can be compared with it."""
-        return self.num_plain < self._num_plain_wanted
-
-    @property
-    def num_plain(self) -> int:
-        """How often a forward over a single token was measured."""
-        return self.by_width[1].count if 1 in self.by_width else 0
+        return self._plain_forwards_wanted > 0
 
 
 @dataclass
@@ -218,7 +221,7 @@ class Experience:
 
     def begin_call(self) -> None:
         """Keep what is known of the pair, ready to learn what is different in a new text."""
-        self.costs.begin_call()
+        self.costs.begin_call(measures_plain=self.speculative_rate < _SURELY_FASTER * self.plain_rate)
         self.acceptance.begin_call()
         for each in (self.tokens, self.seconds):
             each.loosen(_WORTH_OF_OTHER_TEXTS)

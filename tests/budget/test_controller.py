@@ -174,8 +174,15 @@ def test_what_was_learned_outlives_the_call():
 
 
 def test_a_good_pair_does_not_wait_in_its_second_call():
-    """A second call of a pair that pays times one plain forward, then drafts."""
+    """A second call of a pair that clearly pays drafts at once."""
     machine = Machine(acceptance=0.9, draft=0.05)
+    machine.call(400)
+    assert machine.call(50)[0] > 0
+
+
+def test_a_pair_that_hardly_pays_is_compared_again_in_its_second_call():
+    """A second call of a pair whose gain is small times one plain forward, then drafts."""
+    machine = Machine(acceptance=0.8, draft=0.5)
     machine.call(400)
     first, second, *_ = machine.call(50)
     assert first == 0 < second

@@ -57,7 +57,7 @@ def test_forward_times_beyond_the_widest_hardly_grow():
 def test_nothing_measured_costs_nothing():
     """Before the first measurement times are 0 and rates unknown, not errors."""
     assert Costs().forwards(5) == [0.0] * 6
-    assert Costs().num_plain == 0
+    assert Costs().forwards(3) == [0.0] * 4
     assert Experience().plain_rate == 0.0
     assert Experience().speculative_rate == 0.0
 
@@ -80,6 +80,34 @@ def test_a_round_costs_more_behind_a_longer_unread_text():
     costs.draft_token.add(0.2)
     assert costs.rounds(2, num_unread=3) == pytest.approx([1.2, 1.5, 1.8])
     assert costs.rounds(2)[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_new_call_scales_all_by_its_first_forward_of_a_known_width(width):
+    """A longer context makes everything dearer, about alike: one forward tells by how much."""
+    costs = Costs()
+    for known, seconds in ((1, 1.0), (4, 1.5)):
+        costs.add_forward(known, seconds)
+    costs.draft_token.add(0.2)
+    costs.begin_call(measures_plain=False)
+    costs.add_forward(9, 100.0)  # never measured before: says nothing about the others
+    assert costs.draft_token.value == 0.2
+    costs.add_forward(width, 2 * costs.forwards(4)[width])
+    assert costs.forwards(4)[1] == pytest.approx(2.0)
+    assert costs.forwards(4)[4] == pytest.approx(3.0)
+    assert costs.draft_token.value == pytest.approx(0.4)
+
+
+def test_a_plain_forward_is_wanted_twice_at_first_and_then_as_told():
+    costs = Costs()
+    for _ in range(2):
+        assert costs.needs_plain
+        costs.add_forward(1, 1.0)
+    assert not costs.needs_plain
+    costs.begin_call(measures_plain=False)
+    assert not costs.needs_plain
+    costs.begin_call()
+    assert costs.needs_plain
 
 
 def test_another_number_of_rows_begins_with_what_the_last_one_cost():
