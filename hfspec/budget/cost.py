@@ -5,6 +5,7 @@ of models. Calls in several threads share them, one at a time (`Experience.lock`
 """
 
 import copy
+import math
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ import numpy
 
 #: Share of a forward's time that one more token is taken to add beyond the widest forward measured.
 _ASSUMED_SLOPE = 0.02
-#: Levels of confidence, 0 … 1, that acceptance is kept for.
-_NUM_LEVELS = 12
+#: Levels of confidence that acceptance is kept for, and the doubt (1 - confidence) that is none.
+_NUM_LEVELS, _NO_DOUBT = 12, 1e-9
 #: Where speculation was so many times as fast as plain decoding, a new text need not begin with measuring that again.
 _SURELY_FASTER = 1.3
 #: Values of its own after which a text's averages are half its own, half those of the texts before.
@@ -141,7 +142,7 @@ class Acceptance:
     by_confidence: list[Average] = field(
         default_factory=lambda: [
             # Before anything is measured, confidence is taken nearly at its word, for a few tokens' worth.
-            Average(weight=0.03, value=0.2 + 0.75 * (level + 0.5) / _NUM_LEVELS, count=3)
+            Average(weight=0.03, value=0.95 - 0.75 * 0.5 ** (level + 0.5), count=3)
             for level in range(_NUM_LEVELS)
         ]
     )
@@ -239,5 +240,7 @@ class Experience:
 
 
 def _level(confidence: float) -> int:
-    # A confidence of nan (nothing could have been picked) counts as none.
-    return min(_NUM_LEVELS - 1, max(0, int(confidence * _NUM_LEVELS))) if confidence == confidence else 0
+    """0 below a confidence of 1/2, 1 below 3/4, 2 below 7/8, …: sure tokens differ by how small the doubt is."""
+    if not confidence > 0:  # nan too: nothing could have been picked
+        return 0
+    return min(_NUM_LEVELS - 1, int(-math.log2(max(1 - confidence, _NO_DOUBT))))

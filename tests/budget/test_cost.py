@@ -155,7 +155,24 @@ def test_acceptance_is_kept_by_confidence():
         acceptance.add((0.95, 0.05), num_judged=2, num_accepted=1)
     assert acceptance.at_confidence(0.95) > 0.95
     assert acceptance.at_confidence(0.05) < 0.05
-    assert acceptance.at_confidence(0.5) == Acceptance().at_confidence(0.5)
+    assert acceptance.at_confidence(0.7) == Acceptance().at_confidence(0.7)
+
+
+def test_sure_tokens_and_surer_ones_are_counted_apart():
+    """A draft of sixteen tokens stands or falls with whether each is accepted 95 or 99 times of 100."""
+    acceptance = Acceptance()
+    for index in range(300):
+        acceptance.add((0.95,), num_judged=1, num_accepted=int(index % 5 > 0))
+        acceptance.add((0.995,), num_judged=1, num_accepted=1)
+    assert acceptance.at_confidence(0.95) == pytest.approx(0.8, abs=0.1)
+    assert acceptance.at_confidence(0.995) > 0.99
+
+
+def test_before_anything_is_known_a_surer_token_is_likelier():
+    acceptance = Acceptance()
+    expected = [acceptance.at_confidence(each) for each in (0.0, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0)]
+    assert expected == sorted(set(expected))
+    assert 0.2 < expected[0] < expected[-1] < 1
 
 
 @pytest.mark.parametrize("confidence", [-1.0, 0.0, 1.0, 7.0, float("nan")])
