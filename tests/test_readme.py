@@ -1,6 +1,5 @@
 """What the README says is so: its Python runs, its commands exist, its tables are the measured ones."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -25,8 +24,8 @@ from hfspec import compat, weights
 from hfspec.cache.support import cache_problem
 from hfspec.cli.main import app
 from tests.models import VOCAB, build, noisy, prompt, shared
+from tests.scripts import ROOT, benchmark
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 #: What ends one command and begins the next.
@@ -161,15 +160,8 @@ def test_blocks_are_found_with_their_lines():
     assert blocks_of(text, "python", "bash") == [Block("python", "b\n", 3), Block("bash", "d\n  e\n", 7)]
 
 
-def _readme_table():
-    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_benchmark_tables_are_those_of_the_result_files():
-    _readme_table().main(["--check", str(README)])
+    benchmark("readme_table").main(["--check", str(README)])
 
 
 def _summary(method, category, speedup, speculation=None, **counts):
@@ -219,7 +211,7 @@ def document(tmp_path):
 
 
 def test_a_table_has_conditions_all_rows_and_what_did_not_run(document):
-    made = _readme_table().tables([document.parent / "one.json"], document.parent)
+    made = benchmark("readme_table").tables([document.parent / "one.json"], document.parent)
     assert made.splitlines() == [
         "**Target ← Draft (int8)**, float32, greedy, 4 prompts × 64 tokens, on A CPU, 2 threads of 4 cores, "
         "torch 2.9, transformers 5.0: `hfspec bench --quick` ([results](one.json))",
@@ -234,7 +226,7 @@ def test_a_table_has_conditions_all_rows_and_what_did_not_run(document):
 
 
 def test_what_is_written_is_checked_until_it_is_changed(document):
-    script, result = _readme_table(), str(document.parent / "one.json")
+    script, result = benchmark("readme_table"), str(document.parent / "one.json")
     with pytest.raises(SystemExit, match="names no result file"):
         script.main(["--check", str(document)])
     script.main([result, result, "--write", str(document)])

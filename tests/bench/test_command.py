@@ -1,6 +1,5 @@
 """`hfspec bench` from the command line to its outputs, on a tiny pair."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from typer.testing import CliRunner
 from hfspec.bench.methods import NAMES
 from hfspec.cli.bench import bench
 from hfspec.errors import HfspecError
+from tests.scripts import benchmark
 
 pytest.importorskip("psutil")
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -106,11 +104,7 @@ def test_a_method_that_refuses_the_pair_is_reported(run: Any, monkeypatch: pytes
 
 
 def test_overhead_script_counts_what_is_outside_forwards() -> None:
-    spec = importlib.util.spec_from_file_location("overhead", ROOT / "benchmarks" / "overhead.py")
-    assert spec is not None
-    assert spec.loader is not None
-    overhead = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(overhead)
+    overhead = benchmark("overhead")
     medians, acceptance = overhead.compare(overhead.toy(0), overhead.toy(0), num_tokens=12, repeats=1)
     assert set(medians) == {"plain", "hf-assisted-constant", "hfspec"}
     assert all(value > 0 for value in medians.values())

@@ -1,0 +1,158 @@
+"""What the budget's choices bring, without a model or a clock: a real pair's verdicts, replayed at any prices.
+
+`record` runs the pair once: the target writes an answer to each built-in prompt, and one forward of the draft over it
+says which tokens it would have drafted and how sure it was. `replay` sends these texts through the controller, at
+several prices of a draft token, and sets what it chooses beside fixed lengths. Behind a rejected token, which is not
+accepted anyway, a draft is taken to be as sure as it was of the accepted text there.
+
+    python benchmarks/budget.py record benchmarks/out/traces.json
+    python benchmarks/budget.py replay benchmarks/results/traces.json
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hfspec import DraftBudget
+from hfspec.bench.machine import describe
+from hfspec.bench.models import load_pair
+from hfspec.bench.prompts import built_in, encode
+from hfspec.budget.controller import Controller
+from hfspec.budget.cost import Experience
+from hfspec.rounds import Draft, Outcome, Round
+
+TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+FIXED = (1, 2, 3, 5, 8, 16)
+ORDERS = 5
+#: Of a plain round, what the loop itself takes.
+OVERHEAD = 0.01
+
+
+@dataclass(frozen=True)
+class Text:
+    """One answer: for each token, whether the draft would have proposed it, and how sure it was of its own."""
+
+    id: str
+    category: str
+    is_drafted: list[bool]
+    confidences: list[float]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """In plain forwards: one draft token, one more token in a forward, the draft's reading of a prompt."""
+
+    draft: float
+    wider: float
+    reading: float
+
+
+PRICES = (
+    Prices(draft=0.04, wider=0.002, reading=0.1),
+    Prices(draft=0.16, wider=0.005, reading=0.5),
+    Prices(draft=0.25, wider=0.03, reading=1.5),
+    Prices(draft=0.42, wider=0.03, reading=2.5),
+    Prices(draft=0.6, wider=0.05, reading=3.0),
+)
+
+
+def record(num_tokens: int) -> list[Text]:
+    """Run the pair in bf16 over the built-in prompts."""
+    pair = load_pair(TARGET, DRAFT, torch.bfloat16)
+    texts = []
+    for prompt in built_in():
+        inputs = encode(pair.tokenizer, prompt, "cpu")
+        with torch.no_grad():
+            ids = pair.target.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
+            num_new = ids.shape[1] - inputs["input_ids"].shape[1]
+            logits = pair.draft(ids, logits_to_keep=num_new + 1).logits[0, :-1].float()
+        best, chosen = logits.topk(2)
+        doubts = (best[:, 1] - best[:, 0]).exp()
+        is_drafted = (chosen[:, 0] == ids[0, -num_new:]).tolist()
+        texts.append(Text(prompt.id, prompt.category, is_drafted, [round(1 - each, 6) for each in doubts.tolist()]))
+    return texts
+
+
+def speed_up(text: Text, experience: Experience, prices: Prices, budget: DraftBudget) -> float:
+    """Against plain decoding of the same text; what is learned stays in `experience`."""
+    controller = Controller(budget, experience, reads_confidence=True)
+    # The first token is the prompt's.
+    num_written, total, has_read = 1, 0.0, False
+    while num_written < len(text.is_drafted):
+        num_left = len(text.is_drafted) - num_written
+        budget_now = controller.next_round(num_left)
+        confidences: list[float] = []
+        while len(confidences) < min(budget_now.num_tokens, num_left - 1):
+            confidences.append(text.confidences[num_written + len(confidences)])
+            if budget_now.reads_confidence and not budget_now.allows_another(confidences[-1]):
+                break
+        drafted = text.is_drafted[num_written : num_written + len(confidences)]
+        num_accepted = drafted.index(False) if False in drafted else len(drafted)
+        num_drafted, is_reading = len(drafted), bool(drafted) and not has_read
+        has_read |= is_reading
+        draft_seconds = prices.draft * num_drafted + prices.reading * is_reading
+        verify_seconds = 1 + prices.wider * num_drafted
+        seconds = draft_seconds + verify_seconds + OVERHEAD
+        draft = Draft(torch.zeros(1, num_drafted, dtype=torch.long), None, tuple(confidences), caught_up=9 * is_reading)
+        outcome = Outcome(min(num_drafted, num_accepted + 1), num_accepted, num_accepted + 1)
+        controller.observe(Round([draft], [outcome], False, 1 + num_drafted, draft_seconds, verify_seconds, seconds))
+        total += seconds
+        num_written += outcome.num_committed
+    return (num_written - 1) * (1 + OVERHEAD) / total
+
+
+def replay(texts: Sequence[Text], prices: Prices, budget: DraftBudget, orders: int = ORDERS) -> list[float]:
+    """Speed-ups of all texts, one after the other with what was learned before, in several orders."""
+    found = []
+    for order in range(orders):
+        experience, shuffled = Experience(), list(texts)
+        random.Random(order).shuffle(shuffled)
+        found += [speed_up(text, experience, prices, budget) for text in shuffled]
+    return found
+
+
+def table(texts: Sequence[Text]) -> Table:
+    """Geometric means at each price; for what the controller chooses, the worst text of all orders, too."""
+    shown = Table("draft", "wider", "reading", *(f"fixed {length}" for length in FIXED), "auto", "auto, worst")
+    for prices in PRICES:
+        fixed = [replay(texts, prices, DraftBudget(max_tokens=length, policy="fixed"), orders=1) for length in FIXED]
+        chosen = replay(texts, prices, DraftBudget())
+        cells = [*map(statistics.geometric_mean, fixed), statistics.geometric_mean(chosen), min(chosen)]
+        shown.add_row(*map(str, asdict(prices).values()), *(f"{cell:.2f}×" for cell in cells))
+    return shown
+
+
+def read(path: Path) -> list[Text]:
+    """The texts that `record` wrote."""
+    return [Text(**each) for each in json.loads(path.read_text())["texts"]]
+
+
+def main() -> None:
+    """Record or replay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("record", "replay"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer, when recording")
+    options = parser.parse_args()
+    if options.command == "record":
+        started = time.perf_counter()
+        texts = record(options.tokens)
+        conditions = describe() | {"target": TARGET, "draft": DRAFT, "seconds": time.perf_counter() - started}
+        options.path.parent.mkdir(parents=True, exist_ok=True)
+        options.path.write_text(
+            json.dumps({"conditions": conditions, "texts": [asdict(each) for each in texts]}) + "\n"
+        )
+    Console(width=160).print(table(read(options.path)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The controller on a real pair's verdicts, which `benchmarks/budget.py` recorded: no model, no clock."""
+
+import statistics
+
+import pytest
+
+from hfspec import DraftBudget
+from tests.scripts import ROOT, benchmark
+
+budget = benchmark("budget")
+TEXTS = budget.read(ROOT / "benchmarks" / "results" / "traces.json")
+
+
+@pytest.mark.parametrize("prices", budget.PRICES, ids=lambda prices: f"draft {prices.draft}")
+def test_choosing_beats_every_fixed_length(prices):
+    """No length for all texts is faster, whether drafts are cheap or dear; where little is to gain, none by much."""
+    chosen = statistics.geometric_mean(budget.replay(TEXTS, prices, DraftBudget(), orders=3))
+    for length in (1, 2, 5, 16):
+        fixed = budget.replay(TEXTS, prices, DraftBudget(max_tokens=length, policy="fixed"), orders=1)
+        assert chosen > 0.98 * statistics.geometric_mean(fixed)
+
+
+@pytest.mark.parametrize("prices", budget.PRICES, ids=lambda prices: f"draft {prices.draft}")
+def test_no_text_is_much_slower(prices):
+    """Promise 3, text by text, the draft's reading of each prompt included."""
+    assert min(budget.replay(TEXTS, prices, DraftBudget(), orders=3)) > 0.9
+
+
+def test_a_free_and_perfect_draft_is_bounded_by_its_length():
+    """Sixteen tokens a round and the bonus token, once the way is found."""
+    perfect = [budget.Text("1", "all right", [True] * 400, [1.0] * 400)]
+    (speed_up,) = budget.replay(perfect, budget.Prices(0.0, 0.0, 0.0), DraftBudget(max_tokens=16), orders=1)
+    assert 12 < speed_up <= 17
