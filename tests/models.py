@@ -454,7 +454,7 @@ def assert_same(plain: Any, fast: Any) -> None:
     assert list(plain) == list(fast)
     assert torch.equal(plain.sequences, fast.sequences)
     for name in plain:
-        if name == compat.CACHE_KEY:
+        if name == compat.CACHE_KEY and not isinstance(plain[name], tuple):  # 4.57 can make a tuple of it
             assert_same_cache(plain[name], fast[name])
         elif name != "sequences":
             assert_close(plain[name], fast[name], name)

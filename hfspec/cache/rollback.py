@@ -232,9 +232,9 @@ def _copied(value: Any) -> Any:
 def _put_back(saved: Any, current: Any) -> Any:
     """A copy of what was saved, written into the current tensor where that fits: its address may matter."""
     if isinstance(saved, torch.Tensor):
-        if isinstance(current, torch.Tensor) and current.shape == saved.shape and current.device == saved.device:
-            return current.copy_(saved)
-        return saved.clone()
+        fits = isinstance(current, torch.Tensor) and current.shape == saved.shape and current.device == saved.device
+        is_locked = fits and current.is_inference() and not torch.is_inference_mode_enabled()
+        return current.copy_(saved) if fits and not is_locked else saved.clone()
     if isinstance(saved, dict):
         return {key: _put_back(each, (current or {}).get(key)) for key, each in saved.items()}
     if isinstance(saved, list):

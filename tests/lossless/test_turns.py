@@ -127,6 +127,24 @@ def test_a_prefix_read_once_serves_many_calls():
     both(model, noisy(), ids, lambda: TURN | {compat.CACHE_KEY: read()}, draft_budget=4).assert_same().assert_drafted()
 
 
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+def test_a_cache_made_in_inference_mode_is_vanillas(arch):
+    """Outside, such a cache cannot be written into in place; vanilla does without, and so do we."""
+
+    def second_turn(model):
+        with torch.inference_mode():
+            out = model.generate(prompt(6), **TURN)
+        ids = torch.cat([out.sequences, prompt(4, seed=3)], dim=-1)
+        return model.generate(ids, **{compat.CACHE_KEY: out[compat.CACHE_KEY]}, **TURN).sequences
+
+    model = shared(arch)
+    expected = second_turn(model)
+    with hfspec.patched(model, noisy(arch), draft_budget=4):
+        found = second_turn(model)
+        assert hfspec.stats(model).last.drafted_tokens > 0
+    assert torch.equal(expected, found)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_an_error_leaves_the_users_cache_at_the_text(num_rows):
     """A stopping criterion that raises in mid-round leaves vanilla's cache behind."""
