@@ -39,7 +39,7 @@ def main() -> None:
     pair.tokenizer.padding_side = "left"
     budget = int(arguments.budget) if arguments.budget.isdigit() else arguments.budget
     patched = hfspec.patch(copy.copy(pair.target), draft=pair.draft, draft_budget=budget)
-    console, results = Console(), []
+    console, results = Console(width=120), []
     for size in (int(each) for each in arguments.sizes.split(",")):
         texts = [as_text(pair.tokenizer, each) for each in spread(built_in(), size)]
         inputs = pair.tokenizer(texts, return_tensors="pt", padding=True)

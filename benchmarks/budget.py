@@ -82,8 +82,32 @@ def record(num_tokens: int) -> list[Text]:
     return texts
 
 
-def speed_up(text: Text, experience: Experience, prices: Prices, budget: DraftBudget) -> float:
-    """Against plain decoding of the same text; what is learned stays in `experience`."""
+class Machine:
+    """How much longer than usual things take: now and then something else has it for a while, or for a moment."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._left, self._level = 0, 1.0
+
+    def slowness(self) -> float:
+        """A factor for the next thing that is timed."""
+        if self._left == 0 and self._random.random() < 0.03:
+            self._left, self._level = self._random.randint(3, 60), self._random.uniform(1.3, 2.5)
+        self._left = max(0, self._left - 1)
+        factor = self._level if self._left else 1.0
+        if self._random.random() < 0.1:
+            factor *= self._random.uniform(1.2, 3)
+        return factor
+
+
+def speed_up(
+    text: Text, experience: Experience, prices: Prices, budget: DraftBudget, machine: Machine | None = None
+) -> float:
+    """Against plain decoding of the same text; what is learned stays in `experience`.
+
+    Args:
+        machine: on which the controller sees longer times; what counts are the usual ones.
+    """
     controller = Controller(budget, experience, reads_confidence=True)
     # The first token is the prompt's.
     num_written, total, has_read = 1, 0.0, False
@@ -101,32 +125,39 @@ def speed_up(text: Text, experience: Experience, prices: Prices, budget: DraftBu
         has_read |= is_reading
         draft_seconds = prices.draft * num_drafted + prices.reading * is_reading
         verify_seconds = 1 + prices.wider * num_drafted
+        total += draft_seconds + verify_seconds + OVERHEAD
+        if machine is not None:
+            draft_seconds, verify_seconds = draft_seconds * machine.slowness(), verify_seconds * machine.slowness()
         seconds = draft_seconds + verify_seconds + OVERHEAD
         draft = Draft(torch.zeros(1, num_drafted, dtype=torch.long), None, tuple(confidences), caught_up=9 * is_reading)
         outcome = Outcome(min(num_drafted, num_accepted + 1), num_accepted, num_accepted + 1)
         controller.observe(Round([draft], [outcome], False, 1 + num_drafted, draft_seconds, verify_seconds, seconds))
-        total += seconds
         num_written += outcome.num_committed
     return (num_written - 1) * (1 + OVERHEAD) / total
 
 
-def replay(texts: Sequence[Text], prices: Prices, budget: DraftBudget, orders: int = ORDERS) -> list[float]:
+def replay(
+    texts: Sequence[Text], prices: Prices, budget: DraftBudget, orders: int = ORDERS, is_busy: bool = False
+) -> list[float]:
     """Speed-ups of all texts, one after the other with what was learned before, in several orders."""
     found = []
     for order in range(orders):
-        experience, shuffled = Experience(), list(texts)
+        experience, shuffled, machine = Experience(), list(texts), Machine(order) if is_busy else None
         random.Random(order).shuffle(shuffled)
-        found += [speed_up(text, experience, prices, budget) for text in shuffled]
+        found += [speed_up(text, experience, prices, budget, machine) for text in shuffled]
     return found
 
 
 def table(texts: Sequence[Text]) -> Table:
-    """Geometric means at each price; for what the controller chooses, the worst text of all orders, too."""
-    shown = Table("draft", "wider", "reading", *(f"fixed {length}" for length in FIXED), "auto", "auto, worst")
+    """Geometric means at each price; for what the controller chooses, the worst text, and a busy machine, too."""
+    shown = Table(
+        "draft", "wider", "reading", *(f"fixed {length}" for length in FIXED), "auto", "worst", "auto, busy machine"
+    )
     for prices in PRICES:
         fixed = [replay(texts, prices, DraftBudget(max_tokens=length, policy="fixed"), orders=1) for length in FIXED]
         chosen = replay(texts, prices, DraftBudget())
-        cells = [*map(statistics.geometric_mean, fixed), statistics.geometric_mean(chosen), min(chosen)]
+        busy = replay(texts, prices, DraftBudget(), is_busy=True)
+        cells = [*map(statistics.geometric_mean, (*fixed, chosen)), min(chosen), statistics.geometric_mean(busy)]
         shown.add_row(*map(str, asdict(prices).values()), *(f"{cell:.2f}×" for cell in cells))
     return shown
 

@@ -172,7 +172,7 @@ class Controller:
         costs = experience.costs
         num_drafted, draft_seconds = round_.num_drafted, round_.draft_seconds
         costs.add_forward(round_.num_read, round_.verify_seconds)
-        costs.overhead.add(max(0.0, round_.seconds - draft_seconds - round_.verify_seconds))
+        costs.add_overhead(max(0.0, round_.seconds - draft_seconds - round_.verify_seconds))
         if num_drafted == 0:
             experience.rounds_since_plain = 0
             experience.pause = max(0, experience.pause - 1)
@@ -182,7 +182,7 @@ class Controller:
             experience.gives_confidence = any(draft.confidences for draft in round_.drafts)
         caught_up = round_.caught_up
         if not caught_up:
-            costs.draft_token.add(draft_seconds / num_drafted)
+            costs.add_draft(num_drafted, draft_seconds)
         elif costs.draft_token.count == 0:
             # The first draft also reads the prompt: until one can be timed by itself, this is a fair guess.
             costs.draft_token.value = 0.5 * costs.forwards(1)[1]
@@ -196,8 +196,8 @@ class Controller:
             experience.tokens.add(num_committed)
             seconds = costs.rounds(num_drafted, round_.num_read - num_drafted)[-1]
             experience.seconds.add(seconds)
-            reading = max(0.0, draft_seconds - num_drafted * costs.draft_token.value) if caught_up else 0.0
-            experience.seconds_lost += seconds + reading - num_committed * costs.rounds(0)[0]
+            reading = max(0.0, draft_seconds / costs.pace - num_drafted * costs.draft_token.value) if caught_up else 0.0
+            experience.tokens_lost += (seconds + reading) * experience.plain_rate - num_committed
             self._judge()
 
     def _adapt_ratio(self, rate: float) -> None:
@@ -223,15 +223,15 @@ class Controller:
     def _look_back(self) -> None:
         """Pause if earlier calls did not earn back what the draft's reading of their prompts cost."""
         experience = self._experience
-        if experience.seconds_lost * experience.plain_rate > _FIRST_PAUSE:
+        if experience.tokens_lost > _FIRST_PAUSE:
             self._pause()
         # What earlier calls gained does not pay for this one.
-        experience.seconds_lost = max(0.0, experience.seconds_lost)
+        experience.tokens_lost = max(0.0, experience.tokens_lost)
 
     def _pause(self) -> None:
         experience = self._experience
         # Long enough, too, for what the last try has cost to stay a small share of the whole.
-        bearable = int(experience.seconds_lost * experience.plain_rate / _BEARABLE_LOSS)
+        bearable = int(experience.tokens_lost / _BEARABLE_LOSS)
         experience.pause = max(experience.next_pause, min(bearable, _LONGEST_PAUSE))
         experience.next_pause = min(2 * experience.pause, _LONGEST_PAUSE)
-        experience.rounds_on, experience.seconds_lost = 0, 0.0
+        experience.rounds_on, experience.tokens_lost = 0, 0.0

@@ -4,8 +4,8 @@ These are measurements of a pair, kept from call to call; what a call chose is n
 of models. Calls in several threads share them, one at a time (`Experience.lock`).
 """
 
-import copy
 import math
+import statistics
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,20 +16,19 @@ import numpy
 _ASSUMED_SLOPE = 0.02
 #: Levels of confidence that acceptance is kept for, and the doubt (1 - confidence) that is none.
 _NUM_LEVELS, _NO_DOUBT = 12, 1e-9
-#: Where speculation was so many times as fast as plain decoding, a new text need not begin with measuring that again.
-_SURELY_FASTER = 1.3
+#: Times that are kept of each thing.
+_NUM_KEPT = 24
+#: Times that tell how fast the machine is just now.
+_NUM_PACES = 7
 #: Values of its own after which a text's averages are half its own, half those of the texts before.
 _WORTH_OF_OTHER_TEXTS = 12
 
 
 class Seconds:
-    """How long something takes when nothing else has the machine: the lower quartile of recent times.
+    """How long something takes, in spite of bursts: the median of recent times."""
 
-    Other processes only ever add time, in bursts; a mean would follow them.
-    """
-
-    def __init__(self, num_kept: int = 24) -> None:
-        self._recent: deque[float] = deque(maxlen=num_kept)
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_NUM_KEPT)
         self.value = 0.0
         self.count = 0
 
@@ -37,16 +36,14 @@ class Seconds:
         """Take a new time."""
         self._recent.append(seconds)
         self.count += 1
-        self._settle()
+        self.value = statistics.median_low(self._recent)
 
-    def scale(self, factor: float) -> None:
-        """Take all times to be `factor` times as long now."""
-        self._recent = deque((each * factor for each in self._recent), self._recent.maxlen)
-        self._settle()
-
-    def _settle(self) -> None:
-        if recent := sorted(self._recent):
-            self.value = recent[len(recent) // 4]
+    def as_guess(self) -> "Seconds":
+        """What is soon outweighed by times of its own."""
+        guess = Seconds()
+        if self.count:
+            guess.add(self.value)
+        return guess
 
 
 @dataclass
@@ -68,43 +65,49 @@ class Average:
         self.count = min(self.count, count)
 
 
-def _few() -> Seconds:
-    """For the rarely measured forward over a single token: a few times, so that a change shows soon."""
-    return Seconds(num_kept=4)
-
-
 @dataclass
 class Costs:
-    """Seconds: one draft token, the loop itself, and a target forward by its width in tokens."""
+    """Seconds at the machine's usual pace: one draft token, the loop itself, a target forward by its width in tokens.
+
+    Other processes, and longer contexts, make everything dearer, about alike, for a while or for good. So a time is
+    taken relative to how much dearer the last few things were than expected: what is compared is then comparable,
+    whenever it was measured.
+    """
 
     draft_token: Seconds = field(default_factory=Seconds)
     overhead: Seconds = field(default_factory=Seconds)
     by_width: dict[int, Seconds] = field(default_factory=dict)
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_PACES))
     _plain_forwards_wanted: int = 2
-    _before: dict[int, float] = field(default_factory=dict)
 
     def add_forward(self, width: int, seconds: float) -> None:
         """Take the time of a target forward."""
-        times = self.by_width.setdefault(width, _few() if width == 1 else Seconds())
-        if width in self._before:
-            factor, self._before = seconds / self._before[width], {}
-            for each in (self.draft_token, *self.by_width.values()):
-                each.scale(factor)
-        times.add(seconds)
+        self._add(self.by_width.setdefault(width, Seconds()), seconds)
         if width == 1:
             self._plain_forwards_wanted = max(0, self._plain_forwards_wanted - 1)
 
-    def begin_call(self, measures_plain: bool = True) -> None:
-        """Scale everything by how the next forward of a known width differs from what it took before.
+    def add_draft(self, num_tokens: int, seconds: float) -> None:
+        """Take the time of a draft."""
+        self._add(self.draft_token, seconds / num_tokens)
 
-        Another context length or another load makes all forwards dearer or cheaper, about alike.
+    def add_overhead(self, seconds: float) -> None:
+        """Take what a round took besides."""
+        self.overhead.add(seconds / self.pace)  # too short to tell a pace
 
-        Args:
-            measures_plain: whether that is to be a forward over a single token, measured for this.
-        """
-        self._before = {width: times.value for width, times in self.by_width.items() if times.value > 0}
-        if measures_plain:
-            self._plain_forwards_wanted = max(1, self._plain_forwards_wanted)
+    def _add(self, times: Seconds, seconds: float) -> None:
+        if times.count and times.value > 0:  # what was only guessed tells no pace
+            self._paces.append(seconds / times.value)
+        times.add(seconds / self.pace)
+
+    @property
+    def pace(self) -> float:
+        """How many times as long as usual things take just now."""
+        return statistics.median(self._paces) if self._paces else 1.0
+
+    def for_other_rows(self) -> "Costs":
+        """A first guess at what things cost with another number of rows: in proportion to a new plain forward."""
+        widths = {width: times.as_guess() for width, times in self.by_width.items()}
+        return Costs(self.draft_token.as_guess(), self.overhead.as_guess(), widths, _plain_forwards_wanted=1)
 
     def forwards(self, max_width: int) -> list[float]:
         """Expected seconds of target forwards over 0 (meaningless), 1, … `max_width` tokens.
@@ -183,8 +186,8 @@ class Experience:
         gives_confidence: whether the source says how sure it is of its tokens; taken to until it does not.
         tokens: committed per round with a draft.
         seconds: what those rounds cost, by `costs` (not by the clock, see `Seconds`).
-        seconds_lost: what speculation has cost beyond plain decoding of the same tokens since it was switched
-            on, the draft's reading of prompts included; below 0 if it has gained.
+        tokens_lost: how many more plain decoding would have written in the time that speculation has taken since it
+            was switched on, the draft's reading of prompts included; below 0 if it has gained.
         rounds_on: rounds with a draft since speculation was switched on.
         rounds_since_plain: rounds since the target's forward over a single token was last measured.
         pause: plain rounds still to come before speculation is tried again.
@@ -197,7 +200,7 @@ class Experience:
     gives_confidence: bool = True
     tokens: Average = field(default_factory=lambda: Average(weight=0.06))
     seconds: Average = field(default_factory=lambda: Average(weight=0.06))
-    seconds_lost: float = 0.0
+    tokens_lost: float = 0.0
     rounds_on: int = 0
     rounds_since_plain: int = 0
     pause: int = 0
@@ -213,8 +216,7 @@ class Experience:
         if not self.costs_by_size:
             self.costs_by_size[size] = self.costs
         if size not in self.costs_by_size:
-            self.costs_by_size[size] = copy.deepcopy(self.costs)
-            self.costs_by_size[size].begin_call()
+            self.costs_by_size[size] = self.costs.for_other_rows()
         if self.costs is not self.costs_by_size[size]:
             self.costs = self.costs_by_size[size]
             # What rounds brought and cost with other numbers of rows says nothing about these.
@@ -222,7 +224,6 @@ class Experience:
 
     def begin_call(self) -> None:
         """Keep what is known of the pair, ready to learn what is different in a new text."""
-        self.costs.begin_call(measures_plain=self.speculative_rate < _SURELY_FASTER * self.plain_rate)
         self.acceptance.begin_call()
         for each in (self.tokens, self.seconds):
             each.loosen(_WORTH_OF_OTHER_TEXTS)

@@ -30,7 +30,7 @@ def test_a_burst_of_slow_times_is_not_believed():
 
 
 def test_a_lasting_change_of_time_is_believed():
-    """When everything becomes slower or faster for good, the time known follows."""
+    """When something becomes dearer or cheaper for good, the time known follows."""
     seconds = Seconds()
     for value in [1.0] * 50 + [3.0] * 50 + [0.5] * 50:
         seconds.add(value)
@@ -68,7 +68,7 @@ def test_a_round_costs_its_parts():
     costs.add_forward(1, 1.0)
     costs.add_forward(4, 1.3)
     costs.draft_token.add(0.2)
-    costs.overhead.add(0.05)
+    costs.add_overhead(0.05)
     assert costs.rounds(3) == pytest.approx([1.05, 1.35, 1.65, 1.95])
 
 
@@ -82,48 +82,63 @@ def test_a_round_costs_more_behind_a_longer_unread_text():
     assert costs.rounds(2)[0] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_a_new_call_scales_all_by_its_first_forward_of_a_known_width(width):
-    """A longer context makes everything dearer, about alike: one forward tells by how much."""
+def test_what_was_measured_in_a_slow_hour_compares_with_what_was_measured_before():
+    """Another process, or a longer context, makes everything dearer, about alike: what is known stays true."""
     costs = Costs()
-    for known, seconds in ((1, 1.0), (4, 1.5)):
-        costs.add_forward(known, seconds)
-    costs.draft_token.add(0.2)
-    costs.begin_call(measures_plain=False)
-    costs.add_forward(9, 100.0)  # never measured before: says nothing about the others
-    assert costs.draft_token.value == 0.2
-    costs.add_forward(width, 2 * costs.forwards(4)[width])
-    assert costs.forwards(4)[1] == pytest.approx(2.0)
-    assert costs.forwards(4)[4] == pytest.approx(3.0)
-    assert costs.draft_token.value == pytest.approx(0.4)
+    for _ in range(10):
+        costs.add_forward(1, 1.0)
+        costs.add_draft(2, 0.4)
+    for _ in range(10):
+        costs.add_forward(1, 3.0)
+        costs.add_draft(2, 1.2)
+    assert costs.pace == pytest.approx(3.0)
+    costs.add_forward(8, 3.6)  # never measured before
+    assert costs.forwards(8)[8] == pytest.approx(1.2 * costs.forwards(8)[1])
+    assert costs.draft_token.value == pytest.approx(0.2 * costs.forwards(8)[1])
 
 
-def test_a_plain_forward_is_wanted_twice_at_first_and_then_as_told():
+def test_a_single_slow_forward_is_no_change_of_pace():
+    costs = Costs()
+    for _ in range(10):
+        costs.add_forward(1, 1.0)
+    costs.add_forward(1, 9.0)
+    assert costs.pace == 1.0
+
+
+def test_what_was_guessed_tells_no_pace():
+    """The first draft's price is a guess, as it also reads the prompt; it must not colour what is measured next."""
+    costs = Costs()
+    costs.add_forward(1, 1.0)
+    costs.draft_token.value = 0.5
+    costs.add_draft(1, 0.05)
+    assert costs.pace == 1.0
+    assert costs.draft_token.value == pytest.approx(0.05)
+
+
+def test_a_plain_forward_is_wanted_twice_at_first():
     costs = Costs()
     for _ in range(2):
         assert costs.needs_plain
         costs.add_forward(1, 1.0)
     assert not costs.needs_plain
-    costs.begin_call(measures_plain=False)
-    assert not costs.needs_plain
-    costs.begin_call()
-    assert costs.needs_plain
 
 
 def test_another_number_of_rows_begins_with_what_the_last_one_cost():
-    """Costs at a new size are scaled by its first plain forward, and going back finds the old ones."""
+    """In proportion to its first plain forward, and going back finds the old costs."""
     experience = Experience()
     experience.set_rows(1)
-    for width, seconds in ((1, 1.0), (4, 1.3)):
+    for width, seconds in ((1, 1.0), (1, 1.0), (4, 1.3)):
         experience.costs.add_forward(width, seconds)
     one = experience.costs
     experience.set_rows(2)
     assert experience.costs.needs_plain
     experience.costs.add_forward(1, 3.0)
-    assert experience.costs.forwards(4)[4] == pytest.approx(3.9)
+    assert experience.costs.pace == pytest.approx(3.0)
+    experience.costs.add_forward(8, 6.0)
+    assert experience.costs.forwards(8)[8] == pytest.approx(2 * experience.costs.forwards(8)[1])
     experience.set_rows(1)
     assert experience.costs is one
-    assert one.forwards(4)[4] == pytest.approx(1.3)
+    assert one.pace == 1.0
 
 
 @pytest.mark.parametrize(("some", "others"), [(3, 4), (5, 8), (9, 16)])

@@ -26,6 +26,17 @@ def test_no_text_is_much_slower(prices):
     assert min(budget.replay(TEXTS, prices, DraftBudget(), orders=3)) > 0.9
 
 
+@pytest.mark.parametrize("prices", budget.PRICES, ids=lambda prices: f"draft {prices.draft}")
+def test_a_busy_machine_confuses_nobody(prices):
+    """Times that are up to seven times too long, for a moment or for a while, lead to nearly the same choices."""
+    usual, busy = (replayed(prices, is_busy) for is_busy in (False, True))
+    assert busy > 0.92 * usual
+
+
+def replayed(prices, is_busy):
+    return statistics.geometric_mean(budget.replay(TEXTS, prices, DraftBudget(), orders=3, is_busy=is_busy))
+
+
 def test_a_free_and_perfect_draft_is_bounded_by_its_length():
     """Sixteen tokens a round and the bonus token, once the way is found."""
     perfect = [budget.Text("1", "all right", [True] * 400, [1.0] * 400)]
