@@ -33,6 +33,8 @@ from hfspec.rounds import Draft, Outcome, Round
 TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 FIXED = (1, 2, 3, 5, 8, 16)
 ORDERS = 5
+#: Tokens of every prompt.
+PROMPT = 200
 #: Of a plain round, what the loop itself takes.
 OVERHEAD = 0.01
 
@@ -62,6 +64,7 @@ PRICES = (
     Prices(draft=0.25, wider=0.03, reading=1.5),
     Prices(draft=0.42, wider=0.03, reading=2.5),
     Prices(draft=0.6, wider=0.05, reading=3.0),
+    Prices(draft=0.2, wider=0.3, reading=20.0),  # eight rows on two cores
 )
 
 
@@ -113,7 +116,7 @@ def speed_up(
     num_written, total, has_read = 1, 0.0, False
     while num_written < len(text.is_drafted):
         num_left = len(text.is_drafted) - num_written
-        budget_now = controller.next_round(num_left)
+        budget_now = controller.next_round(num_left, length=PROMPT)
         confidences: list[float] = []
         while len(confidences) < min(budget_now.num_tokens, num_left - 1):
             confidences.append(text.confidences[num_written + len(confidences)])
@@ -129,7 +132,9 @@ def speed_up(
         if machine is not None:
             draft_seconds, verify_seconds = draft_seconds * machine.slowness(), verify_seconds * machine.slowness()
         seconds = draft_seconds + verify_seconds + OVERHEAD
-        draft = Draft(torch.zeros(1, num_drafted, dtype=torch.long), None, tuple(confidences), caught_up=9 * is_reading)
+        draft = Draft(
+            torch.zeros(1, num_drafted, dtype=torch.long), None, tuple(confidences), caught_up=PROMPT * is_reading
+        )
         outcome = Outcome(min(num_drafted, num_accepted + 1), num_accepted, num_accepted + 1)
         controller.observe(Round([draft], [outcome], False, 1 + num_drafted, draft_seconds, verify_seconds, seconds))
         num_written += outcome.num_committed

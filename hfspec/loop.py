@@ -74,7 +74,7 @@ def _round(
     started = time.perf_counter()
 
     num_remaining = None if max_length is None else max_length - min(each.length for each in transcripts)
-    budget = controller.next_round(num_remaining, len(texts), target.num_unread)
+    budget = controller.next_round(num_remaining, len(texts), target.num_unread, transcripts[0].length)
     with measured(device) as drafting:
         drafts = drafter.propose(texts, budget)
     drafts = _trimmed(drafts, transcripts, max_length)

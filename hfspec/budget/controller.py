@@ -13,6 +13,8 @@ _TRIAL_ROUNDS, _JUDGED_ROUNDS = 4, 6
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
 #: Share of the time that tries which do not pay may cost, the draft's reading of a long prompt included.
 _BEARABLE_LOSS = 0.03
+#: Share of a call's time that a try is hoped to save, where nothing is known of what it will.
+_HOPED_GAIN = 0.2
 #: The target's forward over a single token is measured again after so many rounds.
 _PLAIN_EVERY = 60
 #: Committed tokens that a cache which had to go back may still have to read; beyond, a plain round reads them.
@@ -105,13 +107,16 @@ class Controller:
         self._num_rows, self._num_unread = num_rows, 1
         self._ratio_tokens = min(max(_RATIO_START, budget.min_tokens), budget.max_tokens)
         self._may_pause = budget.policy == "measured" and budget.min_tokens == 0
+        self._has_read_prompt = False
         with experience.lock:
             experience.set_rows(num_rows)
             if self._may_pause:
                 self._look_back()
             experience.begin_call()
 
-    def next_round(self, num_remaining: int | None, num_rows: int = 1, num_unread: int = 1) -> RoundBudget:
+    def next_round(
+        self, num_remaining: int | None, num_rows: int = 1, num_unread: int = 1, length: int = 0
+    ) -> RoundBudget:
         """The budget of the next round.
 
         Args:
@@ -120,11 +125,12 @@ class Controller:
                 the target's positions) rounds are plain.
             num_rows: rows at work.
             num_unread: committed tokens a row that the target has to read besides the draft.
+            length: of the text, which a source that was not asked before in this call has to read.
         """
         with self._experience.lock:
-            return self._next_round(num_remaining, num_rows, num_unread)
+            return self._next_round(num_remaining, num_rows, num_unread, length)
 
-    def _next_round(self, num_remaining: int | None, num_rows: int, num_unread: int) -> RoundBudget:
+    def _next_round(self, num_remaining: int | None, num_rows: int, num_unread: int, length: int) -> RoundBudget:
         self._experience.set_rows(num_rows)
         self._num_rows, self._num_unread = num_rows, num_unread
         if num_unread > _MOST_UNREAD:
@@ -136,12 +142,29 @@ class Controller:
             return RoundBudget(most)
         if self._budget.policy == "ratio":
             return RoundBudget(min(most, self._ratio_tokens))
+        if self._budget.min_tokens == 0 and (self._wants_plain() or not self._can_earn(num_remaining, length)):
+            return RoundBudget(0)
         return self._measured(least=min(self._budget.min_tokens, most), most=most)
+
+    def _can_earn(self, num_remaining: int | None, length: int) -> bool:
+        """Whether the tokens that are left may earn back what the source's reading of the text so far will cost."""
+        experience = self._experience
+        if self._has_read_prompt or num_remaining is None:
+            return True
+        reading = experience.costs.reading.value * length * experience.plain_rate
+        is_hoped = reading <= _HOPED_GAIN * num_remaining
+        rate = experience.speculative_rate
+        if not experience.rounds_on or not rate:
+            return is_hoped
+        will = reading <= (1 - experience.plain_rate / rate) * num_remaining
+        if is_hoped and not will:
+            self._pause()  # what drafting brings is too little, as far as is known: look again after a while
+        return will
 
     def _measured(self, least: int, most: int) -> RoundBudget:
         experience = self._experience
         self._asked_confidence = False
-        if most == 0 or (least == 0 and self._wants_plain()):
+        if most == 0:
             return RoundBudget(0)
         on_trial = least == 0 and experience.rounds_on < _TRIAL_ROUNDS
         if on_trial:  # feel the way: one token at least, and each trial round may draft one more
@@ -180,12 +203,14 @@ class Controller:
         experience.rounds_since_plain += 1
         if self._asked_confidence:
             experience.gives_confidence = any(draft.confidences for draft in round_.drafts)
-        caught_up = round_.caught_up
-        if not caught_up:
+        self._has_read_prompt, reading = True, 0.0
+        if not round_.caught_up:
             costs.add_draft(num_drafted, draft_seconds)
         elif costs.draft_token.count == 0:
             # The first draft also reads the prompt: until one can be timed by itself, this is a fair guess.
             costs.draft_token.value = 0.5 * costs.forwards(1)[1]
+        if round_.caught_up:
+            reading = costs.add_reading(round_.caught_up, num_drafted, draft_seconds)
         for draft, outcome in round_.verdicts:
             experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
         num_committed = round_.tokens_per_row
@@ -196,7 +221,6 @@ class Controller:
             experience.tokens.add(num_committed)
             seconds = costs.rounds(num_drafted, round_.num_read - num_drafted)[-1]
             experience.seconds.add(seconds)
-            reading = max(0.0, draft_seconds / costs.pace - num_drafted * costs.draft_token.value) if caught_up else 0.0
             experience.tokens_lost += (seconds + reading) * experience.plain_rate - num_committed
             self._judge()
 

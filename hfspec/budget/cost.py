@@ -67,16 +67,23 @@ class Average:
 
 @dataclass
 class Costs:
-    """Seconds at the machine's usual pace: one draft token, the loop itself, a target forward by its width in tokens.
+    """What things cost, in seconds at the machine's usual pace.
 
     Other processes, and longer contexts, make everything dearer, about alike, for a while or for good. So a time is
     taken relative to how much dearer the last few things were than expected: what is compared is then comparable,
     whenever it was measured.
+
+    Attributes:
+        draft_token: one token of a draft.
+        overhead: the loop itself, a round.
+        by_width: a target forward, by its width in tokens.
+        reading: the source's, for each token of a text that it has to read first.
     """
 
     draft_token: Seconds = field(default_factory=Seconds)
     overhead: Seconds = field(default_factory=Seconds)
     by_width: dict[int, Seconds] = field(default_factory=dict)
+    reading: Seconds = field(default_factory=Seconds)
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_PACES))
     _plain_forwards_wanted: int = 2
 
@@ -89,6 +96,12 @@ class Costs:
     def add_draft(self, num_tokens: int, seconds: float) -> None:
         """Take the time of a draft."""
         self._add(self.draft_token, seconds / num_tokens)
+
+    def add_reading(self, num_tokens: int, num_drafted: int, seconds: float) -> float:
+        """Take the time of a draft before which the source read so many tokens; return what of it was reading."""
+        reading = max(0.0, seconds / self.pace - num_drafted * self.draft_token.value)
+        self.reading.add(reading / num_tokens)
+        return reading
 
     def add_overhead(self, seconds: float) -> None:
         """Take what a round took besides."""
@@ -107,7 +120,8 @@ class Costs:
     def for_other_rows(self) -> "Costs":
         """A first guess at what things cost with another number of rows: in proportion to a new plain forward."""
         widths = {width: times.as_guess() for width, times in self.by_width.items()}
-        return Costs(self.draft_token.as_guess(), self.overhead.as_guess(), widths, _plain_forwards_wanted=1)
+        token, overhead, reading = (each.as_guess() for each in (self.draft_token, self.overhead, self.reading))
+        return Costs(token, overhead, widths, reading, _plain_forwards_wanted=1)
 
     def forwards(self, max_width: int) -> list[float]:
         """Expected seconds of target forwards over 0 (meaningless), 1, … `max_width` tokens.

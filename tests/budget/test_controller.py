@@ -42,7 +42,7 @@ class Machine:
         controller = Controller(budget, self.experience, reads_confidence)
         lengths, remaining, is_first = [], num_tokens, True
         while remaining > 0:
-            round_budget = controller.next_round(remaining)
+            round_budget = controller.next_round(remaining, length=100)
             confidences, num_drafted = [], 0
             while num_drafted < round_budget.num_tokens:
                 num_drafted += 1
@@ -58,7 +58,7 @@ class Machine:
             seconds = draft_seconds + verify_seconds + 0.01
             if is_first and num_drafted:
                 draft_seconds, seconds = draft_seconds + self.reading, seconds + self.reading
-            draft = Draft(rows(*[5] * num_drafted), None, tuple(confidences), caught_up=9 if is_first else 0)
+            draft = Draft(rows(*[5] * num_drafted), None, tuple(confidences), caught_up=100 if is_first else 0)
             is_first = is_first and num_drafted == 0
             outcome = Outcome(judged, accepted, accepted + 1)
             controller.observe(finished([draft], [outcome], draft_seconds, verify_seconds, seconds))
@@ -118,6 +118,15 @@ def test_a_hopeless_draft_hardly_reads_prompts(reads_confidence):
     for _ in range(8):
         hopeless.call(64, reads_confidence=reads_confidence)
     assert hopeless.speed_up > 0.945
+
+
+@both_ways
+def test_a_short_answer_does_not_pay_for_a_long_prompt(reads_confidence):
+    """What the draft's reading costs is known after the first call: a call that cannot earn it back runs plain."""
+    machine = Machine(acceptance=0.9, draft=0.05, reading=12.0)
+    machine.call(400, reads_confidence=reads_confidence)
+    assert sum(machine.call(10, reads_confidence=reads_confidence)) == 0
+    assert sum(length > 0 for length in machine.call(200, reads_confidence=reads_confidence)) > 20
 
 
 @both_ways
