@@ -235,10 +235,9 @@ class Controller:
         The trial itself tries lengths that may not pay; what it taught shows in the prospects.
         """
         experience = self._experience
-        rounds_judged = experience.rounds_on - _TRIAL_ROUNDS
-        if rounds_judged == 0:
+        if experience.rounds_on == _TRIAL_ROUNDS:
             experience.tokens.count = experience.seconds.count = 0
-        elif rounds_judged >= _JUDGED_ROUNDS:
+        elif experience.rounds_on > _TRIAL_ROUNDS and experience.tokens.count >= _JUDGED_ROUNDS:
             if experience.speculative_rate < experience.plain_rate:
                 self._pause()
             else:

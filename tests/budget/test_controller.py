@@ -356,6 +356,25 @@ def test_a_row_without_a_draft_is_no_verdict():
     assert experience.tokens.value == pytest.approx(1.5)
 
 
+def test_other_rows_at_work_are_not_judged_by_one_round():
+    """What rounds bring is counted anew with each number of rows; one bad round is not enough to switch off."""
+    experience = Experience()
+    controller = Controller(DraftBudget(), experience, reads_confidence=False, num_rows=4)
+
+    def a_round(num_rows, num_accepted):
+        asked = controller.next_round(None, num_rows).num_tokens
+        drafts = [Draft(rows(*[5] * asked))] * num_rows
+        accepted = min(asked, num_accepted)
+        outcomes = [Outcome(min(asked, accepted + 1), accepted, accepted + 1)] * num_rows
+        controller.observe(finished(drafts, outcomes, 0.05 * asked, 1.0, 1.0 + 0.05 * asked))
+        return asked
+
+    for num_rows in [4] * 30 + [1] * 30:
+        a_round(num_rows, num_accepted=9)
+    assert a_round(4, num_accepted=0) > 0
+    assert a_round(4, num_accepted=9) > 0
+
+
 def test_costs_are_kept_apart_by_rows_at_work():
     """A batch's dear wide forwards are not taken for those of the single row that is left of it."""
     experience = Experience()
