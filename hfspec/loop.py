@@ -74,7 +74,9 @@ def _round(
     started = time.perf_counter()
 
     num_remaining = None if max_length is None else max_length - min(each.length for each in transcripts)
-    budget = controller.next_round(num_remaining, len(texts), target.num_unread, transcripts[0].length)
+    budget = controller.next_round(
+        num_remaining, num_rows=len(texts), num_unread=target.num_unread, length=transcripts[0].length
+    )
     with measured(device) as drafting:
         drafts = drafter.propose(texts, budget)
     drafts = _trimmed(drafts, transcripts, max_length)

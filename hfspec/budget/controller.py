@@ -142,7 +142,7 @@ class Controller:
             return RoundBudget(most)
         if self._budget.policy == "ratio":
             return RoundBudget(min(most, self._ratio_tokens))
-        if self._budget.min_tokens == 0 and (self._wants_plain() or not self._can_earn(num_remaining, length)):
+        if self._may_pause and (self._wants_plain() or not self._can_earn(num_remaining, length)):
             return RoundBudget(0)
         return self._measured(least=min(self._budget.min_tokens, most), most=most)
 
@@ -204,13 +204,10 @@ class Controller:
         if self._asked_confidence:
             experience.gives_confidence = any(draft.confidences for draft in round_.drafts)
         self._has_read_prompt, reading = True, 0.0
-        if not round_.caught_up:
-            costs.add_draft(num_drafted, draft_seconds)
-        elif costs.draft_token.count == 0:
-            # The first draft also reads the prompt: until one can be timed by itself, this is a fair guess.
-            costs.draft_token.value = 0.5 * costs.forwards(1)[1]
         if round_.caught_up:
             reading = costs.add_reading(round_.caught_up, num_drafted, draft_seconds)
+        else:
+            costs.add_draft(num_drafted, draft_seconds)
         for draft, outcome in round_.verdicts:
             experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
         num_committed = round_.tokens_per_row

@@ -31,16 +31,14 @@ def given_mask(context: Context) -> torch.Tensor | None:
 
 
 def of_encoder(model: PreTrainedModel, context: Context, device: torch.device) -> dict[str, Any]:
-    """The keywords that hand a draft model what an encoder has made of the call's input.
+    """The keywords that hand a model which takes them what an encoder has made of the call's input.
 
     Raises:
         DraftError: the model has an encoder, and there is nothing to give it.
     """
-    if "encoder_outputs" not in inspect.signature(model.forward).parameters:
-        return {}
     if not model.config.is_encoder_decoder:  # its mask would be the decoder's
         return {"encoder_outputs": context.encoder_outputs}
-    mask = context.inputs.get(_MASK)
+    mask = given_mask(context)
     masked = {} if mask is None else {_MASK: _to_device(mask, device)}
     encoder = model.get_encoder()
     if encoder is context.encoder:
@@ -54,7 +52,7 @@ def of_encoder(model: PreTrainedModel, context: Context, device: torch.device) -
 
 def media(context: Context, width: int, device: torch.device) -> dict[str, Any]:
     """The images and sounds in a row's first `width` ids, for the forward that reads them."""
-    mask, given = context.inputs.get(_MASK), {}
+    mask, given = given_mask(context), {}
     for name, value in context.inputs.items():
         if name == _MASK:
             continue

@@ -91,7 +91,8 @@ class _ModelSession(BatchSession):
         self._num_ids = [0] * len(contexts)
         self._stepping_layers = stepping_layers(source.model)
         self._constant_inputs: dict[str, Any] = {"use_cache": True, "return_dict": True, compat.CACHE_KEY: self._cache}
-        self._constant_inputs |= inputs.of_encoder(source.model, contexts[0], self._device)
+        if source.takes_encoder_outputs:
+            self._constant_inputs |= inputs.of_encoder(source.model, contexts[0], self._device)
         self._sees = source.sees(contexts[0])
 
     def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:

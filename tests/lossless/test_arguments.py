@@ -118,7 +118,7 @@ CASES: dict[str, Case] = {
     "forced_bos_token_id": case(forced_bos_token_id=9, arch="t5"),
     "forced_eos_token_id": case(forced_eos_token_id=9),
     "generation_config": Case(
-        lambda: {"generation_config": GenerationConfig(max_new_tokens=NEW, top_k=5, pad_token_id=0)}
+        lambda: {"generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=True, top_k=5, pad_token_id=0)}
     ),
     "guidance_scale": case(guidance_scale=1.7, num_rows=1),
     "is_assistant": case(is_assistant=True, reason="assistant", may_fail=True),
@@ -212,7 +212,7 @@ def outcome(model: Any, call: dict[str, Any]) -> Outcome:
             result = model.generate(**call)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-    # Addresses and counters of objects differ from call to call.
+    # Addresses of objects differ from call to call.
     warned = [re.sub(r"0x[0-9a-f]+", "", str(each.message)) for each in caught]
     return Outcome(result, error, warned, torch.get_rng_state())
 
