@@ -10,8 +10,17 @@ ROOT = Path(__file__).parents[1]
 
 def benchmark(name: str) -> ModuleType:
     """`benchmarks/{name}.py` as a module."""
-    full_name = f"benchmarks_{name}"
-    spec = importlib.util.spec_from_file_location(full_name, ROOT / "benchmarks" / f"{name}.py")
+    return _module("benchmarks", name)
+
+
+def example(name: str) -> ModuleType:
+    """`examples/{name}.py` as a module."""
+    return _module("examples", name)
+
+
+def _module(folder: str, name: str) -> ModuleType:
+    full_name = f"{folder}_{name}"
+    spec = importlib.util.spec_from_file_location(full_name, ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,12 +1,13 @@
 """Every example runs, on tiny stand-ins for its models: with drafts, and with plain's results."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from tests.scripts import ROOT, example
+
+EXAMPLES = ROOT / "examples"
 FLOAT32 = {"dtype": "float32"}
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -14,10 +15,7 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 
 def run(name, **options):
     """Call an example's `main()`; returns what that returns."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main(**FLOAT32, **options)
+    return example(name).main(**FLOAT32, **options)
 
 
 def run_plain(name, monkeypatch, **options):

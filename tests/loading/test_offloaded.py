@@ -1,9 +1,7 @@
 """Accelerate: weights in the machine's memory, on disk, or moved about by hand; `model.device` may be `meta`."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -13,6 +11,7 @@ import torch
 import hfspec
 from tests.loading.tiny import CALLS, assert_exact, noisy_copy, reload, target
 from tests.models import PAD, both, build, prompt
+from tests.scripts import benchmark
 
 # Before 5.24 the host asks where `model.device` is, and minds that nothing can be brought there.
 pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids`:UserWarning")
@@ -102,12 +101,7 @@ def test_a_draft_by_name_beside_a_target_on_disk(tmp_path):
 
 def test_the_benchmark_of_it(stand_ins, tmp_path, monkeypatch, capsys):
     """`benchmarks/offload.py` runs a pair to the end, finds the same tokens, and writes what it says."""
-    script = Path(__file__).parents[2] / "benchmarks" / "offload.py"
-    spec = importlib.util.spec_from_file_location("offload", script)
-    assert spec is not None
-    assert spec.loader is not None
-    offload = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(offload)
+    offload = benchmark("offload")
     written = tmp_path / "out" / "offload.json"
     options = {"--dtype": "float32", "--limit": "2", "--tokens": "12", "--repeats": "2", "--json": str(written)}
     monkeypatch.setattr(sys, "argv", ["offload.py", "--cold", *(each for pair in options.items() for each in pair)])
