@@ -27,7 +27,7 @@ from hfspec.bench.machine import describe
 from hfspec.bench.models import load_pair
 from hfspec.bench.prompts import built_in, encode
 from hfspec.budget.controller import Controller
-from hfspec.budget.cost import Experience
+from hfspec.budget.experience import Experience
 from hfspec.rounds import Draft, Outcome, Round
 
 TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
@@ -51,11 +51,23 @@ class Text:
 
 @dataclass(frozen=True)
 class Prices:
-    """In plain forwards: one draft token, one more token in a forward, the draft's reading of a prompt."""
+    """In target forwards over one token: one draft token, one more token in a forward, the draft reading a prompt.
+
+    A batch's rows share forwards: each makes them wider. Their prompts are read one by one.
+    """
 
     draft: float
     wider: float
     reading: float
+    rows: int = 1
+
+    def verify(self, num_tokens: int) -> float:
+        """One target forward over so many tokens, those of all rows."""
+        return 1 + self.wider * (num_tokens - 1)
+
+    def drafting(self, num_drafted: int, num_rows: int) -> float:
+        """So many draft tokens in turn, for so many rows at once."""
+        return self.draft * (1 + self.wider * (num_rows - 1)) * num_drafted
 
 
 PRICES = (
@@ -64,7 +76,9 @@ PRICES = (
     Prices(draft=0.25, wider=0.03, reading=1.5),
     Prices(draft=0.42, wider=0.03, reading=2.5),
     Prices(draft=0.6, wider=0.05, reading=3.0),
-    Prices(draft=0.2, wider=0.3, reading=20.0),  # eight rows on two cores
+    Prices(draft=0.25, wider=0.06, reading=2.0, rows=4),  # two cores
+    Prices(draft=0.25, wider=0.06, reading=2.0, rows=8),
+    Prices(draft=0.2, wider=0.005, reading=0.5, rows=8),  # much wider hardware
 )
 
 
@@ -103,61 +117,83 @@ class Machine:
         return factor
 
 
+@dataclass
+class Row:
+    """How far one text of a batch is written. The first token is the prompt's."""
+
+    text: Text
+    num_written: int = 1
+
+    @property
+    def num_left(self) -> int:
+        """Tokens still to be written."""
+        return len(self.text.is_drafted) - self.num_written
+
+    def verdict(self, num_drafted: int) -> Outcome:
+        """Write what so many draft tokens bring."""
+        drafted = self.text.is_drafted[self.num_written : self.num_written + num_drafted]
+        num_accepted = drafted.index(False) if False in drafted else len(drafted)
+        outcome = Outcome(min(len(drafted), num_accepted + 1), num_accepted, min(num_accepted + 1, self.num_left))
+        self.num_written += outcome.num_committed
+        return outcome
+
+
 def speed_up(
-    text: Text, experience: Experience, prices: Prices, budget: DraftBudget, machine: Machine | None = None
+    texts: Sequence[Text], experience: Experience, prices: Prices, budget: DraftBudget, machine: Machine | None = None
 ) -> float:
-    """Against plain decoding of the same text; what is learned stays in `experience`.
+    """Against plain decoding of the same batch; what is learned stays in `experience`.
 
     Args:
         machine: on which the controller sees longer times; what counts are the usual ones.
     """
-    controller = Controller(budget, experience, reads_confidence=True)
-    # The first token is the prompt's.
-    num_written, total, has_read = 1, 0.0, False
-    while num_written < len(text.is_drafted):
-        num_left = len(text.is_drafted) - num_written
-        budget_now = controller.next_round(num_left, length=PROMPT)
-        confidences: list[float] = []
-        while len(confidences) < min(budget_now.num_tokens, num_left - 1):
-            confidences.append(text.confidences[num_written + len(confidences)])
-            if budget_now.reads_confidence and not budget_now.allows_another(confidences[-1]):
+    controller = Controller(budget, experience, reads_confidence=True, num_rows=len(texts))
+    longest = max(len(text.is_drafted) for text in texts)
+    rows, total, has_read = [Row(text) for text in texts], 0.0, False
+    while at_work := [row for row in rows if row.num_left]:
+        lengths = [PROMPT + row.num_written for row in at_work]
+        budget_now = controller.next_round(lengths, max_length=PROMPT + longest)
+        confidences: list[tuple[float, ...]] = []
+        while len(confidences) < budget_now.num_tokens:
+            here = len(confidences)
+            # Behind a text's end there is nothing to be sure of.
+            confidences.append(tuple([*row.text.confidences[row.num_written :], *[0.0] * 99][here] for row in at_work))
+            if budget_now.reads_confidence and not budget_now.allows_another(*confidences[-1]):
                 break
-        drafted = text.is_drafted[num_written : num_written + len(confidences)]
-        num_accepted = drafted.index(False) if False in drafted else len(drafted)
-        num_drafted, is_reading = len(drafted), bool(drafted) and not has_read
+        num_drafted = len(confidences)
+        is_reading = num_drafted > 0 and not has_read
         has_read |= is_reading
-        draft_seconds = prices.draft * num_drafted + prices.reading * is_reading
-        verify_seconds = 1 + prices.wider * num_drafted
+        drafts = [
+            Draft(torch.zeros(1, num_drafted, dtype=torch.long), None, each, caught_up=PROMPT * is_reading)
+            for each in (zip(*confidences, strict=True) if confidences else [()] * len(at_work))
+        ]
+        outcomes = [row.verdict(num_drafted) for row in at_work]
+        draft_seconds = prices.drafting(num_drafted, len(at_work)) + prices.reading * len(texts) * is_reading
+        verify_seconds = prices.verify(len(at_work) * (1 + num_drafted))
         total += draft_seconds + verify_seconds + OVERHEAD
         if machine is not None:
             draft_seconds, verify_seconds = draft_seconds * machine.slowness(), verify_seconds * machine.slowness()
         seconds = draft_seconds + verify_seconds + OVERHEAD
-        draft = Draft(
-            torch.zeros(1, num_drafted, dtype=torch.long), None, tuple(confidences), caught_up=PROMPT * is_reading
-        )
-        outcome = Outcome(min(num_drafted, num_accepted + 1), num_accepted, num_accepted + 1)
-        controller.observe(Round([draft], [outcome], False, 1 + num_drafted, draft_seconds, verify_seconds, seconds))
-        num_written += outcome.num_committed
-    return (num_written - 1) * (1 + OVERHEAD) / total
+        controller.observe(Round(drafts, outcomes, False, 1 + num_drafted, draft_seconds, verify_seconds, seconds))
+    return (longest - 1) * (prices.verify(len(texts)) + OVERHEAD) / total
 
 
 def replay(
     texts: Sequence[Text], prices: Prices, budget: DraftBudget, orders: int = ORDERS, is_busy: bool = False
 ) -> list[float]:
-    """Speed-ups of all texts, one after the other with what was learned before, in several orders."""
+    """Speed-ups of all texts, one batch after the other with what was learned before, in several orders."""
     found = []
     for order in range(orders):
         experience, shuffled, machine = Experience(), list(texts), Machine(order) if is_busy else None
         random.Random(order).shuffle(shuffled)
-        found += [speed_up(text, experience, prices, budget, machine) for text in shuffled]
+        for start in range(0, len(shuffled) - prices.rows + 1, prices.rows):
+            found.append(speed_up(shuffled[start : start + prices.rows], experience, prices, budget, machine))
     return found
 
 
 def table(texts: Sequence[Text]) -> Table:
     """Geometric means at each price; for what the controller chooses, the worst text, and a busy machine, too."""
-    shown = Table(
-        "draft", "wider", "reading", *(f"fixed {length}" for length in FIXED), "auto", "worst", "auto, busy machine"
-    )
+    lengths = (f"fixed {length}" for length in FIXED)
+    shown = Table("draft", "wider", "reading", "rows", *lengths, "auto", "worst", "auto, busy machine")
     for prices in PRICES:
         fixed = [replay(texts, prices, DraftBudget(max_tokens=length, policy="fixed"), orders=1) for length in FIXED]
         chosen = replay(texts, prices, DraftBudget())

@@ -23,7 +23,7 @@ from hfspec.accept.record import Record
 from hfspec.accept.rules import Greedy, Rejection, Rule, Seeded
 from hfspec.accept.walk import Transcript
 from hfspec.budget.controller import Controller
-from hfspec.budget.cost import Experience
+from hfspec.budget.experience import Experience
 from hfspec.cache.ledger import speculative_cache
 from hfspec.config import Options
 from hfspec.contexts import contexts_of

@@ -73,10 +73,7 @@ def _round(
     device = texts[0].device
     started = time.perf_counter()
 
-    num_remaining = None if max_length is None else max_length - min(each.length for each in transcripts)
-    budget = controller.next_round(
-        num_remaining, num_rows=len(texts), num_unread=target.num_unread, length=transcripts[0].length
-    )
+    budget = controller.next_round([text.shape[1] for text in texts], max_length, target.num_unread)
     with measured(device) as drafting:
         drafts = drafter.propose(texts, budget)
     drafts = _trimmed(drafts, transcripts, max_length)

@@ -1,12 +1,9 @@
-"""What rounds cost and bring on this machine with this pair, learned while running.
+"""What things cost on this machine with this pair, in seconds measured while running.
 
-These are measurements of a pair, kept from call to call; what a call chose is not kept. Knows nothing
-of models. Calls in several threads share them, one at a time (`Experience.lock`).
+Knows nothing of models, nor of what is done with the costs.
 """
 
-import math
 import statistics
-import threading
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,14 +11,10 @@ import numpy
 
 #: Share of a forward's time that one more token is taken to add beyond the widest forward measured.
 _ASSUMED_SLOPE = 0.02
-#: Levels of confidence that acceptance is kept for, and the doubt (1 - confidence) that is none.
-_NUM_LEVELS, _NO_DOUBT = 12, 1e-9
 #: Times that are kept of each thing.
 _NUM_KEPT = 24
 #: Times that tell how fast the machine is just now.
 _NUM_PACES = 7
-#: Values of its own after which a text's averages are half its own, half those of the texts before.
-_WORTH_OF_OTHER_TEXTS = 12
 
 
 class Seconds:
@@ -44,25 +37,6 @@ class Seconds:
         if self.count:
             guess.add(self.value)
         return guess
-
-
-@dataclass
-class Average:
-    """A running mean that forgets: at first the plain mean, later at least `weight` for each new value."""
-
-    weight: float = 0.1
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        """Take a new value."""
-        count = self.count + 1  # local, as another thread may set it back meanwhile
-        self.value += max(self.weight, 1 / count) * (value - self.value)
-        self.count = count
-
-    def loosen(self, count: int) -> None:
-        """Take what is known for no more than so many values' worth."""
-        self.count = min(self.count, count)
 
 
 @dataclass
@@ -151,114 +125,3 @@ class Costs:
     def needs_plain(self) -> bool:
         """Whether a forward over a single token must be measured before anything can be compared with it."""
         return self._plain_forwards_wanted > 0
-
-
-@dataclass
-class Acceptance:
-    """How often draft tokens are accepted: at each depth, and at each level of the source's confidence."""
-
-    by_depth: dict[int, Average] = field(default_factory=dict)
-    overall: Average = field(default_factory=lambda: Average(weight=0.02, value=0.7, count=3))
-    by_confidence: list[Average] = field(
-        default_factory=lambda: [
-            # Before anything is measured, confidence is taken nearly at its word, for a few tokens' worth.
-            Average(weight=0.03, value=0.95 - 0.75 * 0.5 ** (level + 0.5), count=3)
-            for level in range(_NUM_LEVELS)
-        ]
-    )
-
-    def add(self, confidences: tuple[float, ...], num_judged: int, num_accepted: int) -> None:
-        """Take the verdict on one draft."""
-        for index in range(num_judged):
-            accepted = float(index < num_accepted)
-            self.overall.add(accepted)
-            self.by_depth.setdefault(index + 1, Average(weight=0.05)).add(accepted)
-            if confidences:
-                self.by_confidence[_level(confidences[index])].add(accepted)
-
-    def begin_call(self) -> None:
-        """Another text may be of another kind: let its own verdicts soon outweigh those of the texts before."""
-        for each in (self.overall, *self.by_depth.values(), *self.by_confidence):
-            each.loosen(_WORTH_OF_OTHER_TEXTS)
-
-    def at_confidence(self, confidence: float) -> float:
-        """Expected acceptance of a token, given all before it were accepted."""
-        return self.by_confidence[_level(confidence)].value
-
-    def at_depth(self, depth: int) -> float:
-        """Expected acceptance at a depth, given all before it were accepted; little-seen depths borrow the mean."""
-        seen = self.by_depth.get(depth)
-        if seen is None:
-            return self.overall.value
-        trust = seen.count / (seen.count + 4)
-        return trust * seen.value + (1 - trust) * self.overall.value
-
-
-@dataclass
-class Experience:
-    """All that is learned about one pair, and how long speculation stays off for it.
-
-    Attributes:
-        costs: what things cost with the present number of rows.
-        gives_confidence: whether the source says how sure it is of its tokens; taken to until it does not.
-        tokens: committed per round with a draft.
-        seconds: what those rounds cost, by `costs` (not by the clock, see `Seconds`).
-        tokens_lost: how many more plain decoding would have written in the time that speculation has taken since it
-            was switched on, the draft's reading of prompts included; below 0 if it has gained.
-        rounds_on: rounds with a draft since speculation was switched on.
-        rounds_since_plain: rounds since the target's forward over a single token was last measured.
-        pause: plain rounds still to come before speculation is tried again.
-        next_pause: how long the next pause will be.
-    """
-
-    costs: Costs = field(default_factory=Costs)
-    costs_by_size: dict[int, Costs] = field(default_factory=dict)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    gives_confidence: bool = True
-    tokens: Average = field(default_factory=lambda: Average(weight=0.06))
-    seconds: Average = field(default_factory=lambda: Average(weight=0.06))
-    tokens_lost: float = 0.0
-    rounds_on: int = 0
-    rounds_since_plain: int = 0
-    pause: int = 0
-    next_pause: int = 16
-    lock: threading.RLock = field(default_factory=threading.RLock)
-
-    def set_rows(self, num_rows: int) -> None:
-        """Go on with the costs of so many rows at work: 1, 2, 3–4, 5–8, … share them.
-
-        A size that was never measured takes over what the last one cost, in proportion to a new plain forward.
-        """
-        size = (num_rows - 1).bit_length()
-        if not self.costs_by_size:
-            self.costs_by_size[size] = self.costs
-        if size not in self.costs_by_size:
-            self.costs_by_size[size] = self.costs.for_other_rows()
-        if self.costs is not self.costs_by_size[size]:
-            self.costs = self.costs_by_size[size]
-            # What rounds brought and cost with other numbers of rows says nothing about these.
-            self.tokens, self.seconds = Average(weight=0.06), Average(weight=0.06)
-
-    def begin_call(self) -> None:
-        """Keep what is known of the pair, ready to learn what is different in a new text."""
-        self.acceptance.begin_call()
-        for each in (self.tokens, self.seconds):
-            each.loosen(_WORTH_OF_OTHER_TEXTS)
-
-    @property
-    def speculative_rate(self) -> float:
-        """Tokens per second of the rounds with a draft, 0 before the first."""
-        return self.tokens.value / self.seconds.value if self.seconds.value else 0.0
-
-    @property
-    def plain_rate(self) -> float:
-        """Tokens per second without drafts, 0 while unknown."""
-        seconds = self.costs.rounds(0)[0]
-        return 1 / seconds if seconds else 0.0
-
-
-def _level(confidence: float) -> int:
-    """0 below a confidence of 1/2, 1 below 3/4, 2 below 7/8, …: sure tokens differ by how small the doubt is."""
-    if not confidence > 0:  # nan too: nothing could have been picked
-        return 0
-    return min(_NUM_LEVELS - 1, int(-math.log2(max(1 - confidence, _NO_DOUBT))))

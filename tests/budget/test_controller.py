@@ -7,7 +7,7 @@ import pytest
 
 from hfspec import DraftBudget
 from hfspec.budget.controller import Controller
-from hfspec.budget.cost import Experience
+from hfspec.budget.experience import Experience
 from hfspec.rounds import Draft, Outcome, Round
 from tests.models import rows
 
@@ -42,7 +42,7 @@ class Machine:
         controller = Controller(budget, self.experience, reads_confidence)
         lengths, remaining, is_first = [], num_tokens, True
         while remaining > 0:
-            round_budget = controller.next_round(remaining, length=100)
+            round_budget = controller.next_round([100], 100 + remaining)
             confidences, num_drafted = [], 0
             while num_drafted < round_budget.num_tokens:
                 num_drafted += 1
@@ -199,7 +199,8 @@ def test_a_harder_text_is_not_given_up_for_being_slower_than_the_last():
     """Plain decoding is chosen where it is faster than drafting, not where drafting was faster in an easy text."""
     machine = Machine(acceptance=0.98, draft=0.1, wider=0.1)
     machine.call(400, reads_confidence=True)
-    assert machine.experience.speculative_rate > 3 * machine.experience.plain_rate
+    one = machine.experience.with_rows(1)
+    assert one.speculative_rate > 3 * one.plain_rate
     for each in machine.experience.acceptance.by_depth.values():
         each.value = 0.6
     assert machine.call(20, reads_confidence=True)[1] > 0
@@ -226,13 +227,13 @@ def test_no_round_drafts_beyond_the_calls_end():
         budget = DraftBudget(min_tokens=2, max_tokens=8, policy=policy)
         controller = Controller(budget, Experience(), reads_confidence=False)
         for remaining in (1, 2, 3, 20):
-            assert controller.next_round(remaining).num_tokens <= remaining - 1
+            assert controller.next_round([20], 20 + remaining).num_tokens <= remaining - 1
 
 
 def test_a_length_limit_may_be_unknown():
     """Without a limit on the text only the budget limits a round."""
     controller = Controller(DraftBudget(max_tokens=6, policy="fixed"), Experience(), reads_confidence=False)
-    assert controller.next_round(None).num_tokens == 6
+    assert controller.next_round([9]).num_tokens == 6
 
 
 @both_ways
@@ -257,7 +258,7 @@ class TestRatio:
         controller = Controller(DraftBudget(policy="ratio", **bounds), Experience(), reads_confidence=False)
         seen = []
         for share in verdicts:
-            asked = controller.next_round(None).num_tokens
+            asked = controller.next_round([9]).num_tokens
             seen.append(asked)
             accepted = round(share * asked)
             draft = Draft(rows(*[5] * asked))
@@ -299,7 +300,7 @@ def learned(num_rows=1, acceptance=1.0):
     experience = Experience()
     controller = Controller(DraftBudget(), experience, reads_confidence=True, num_rows=num_rows)
     for _ in range(40):
-        asked = controller.next_round(None, num_rows).num_tokens
+        asked = controller.next_round([9] * num_rows).num_tokens
         accepted = round(acceptance * asked)
         draft = Draft(rows(*[5] * asked), confidences=(0.9,) * asked)
         outcome = Outcome(min(asked, accepted + 1), accepted, accepted + 1)
@@ -311,18 +312,20 @@ def learned(num_rows=1, acceptance=1.0):
 def test_a_long_unread_text_is_read_in_a_plain_round():
     """Where a cache had to go back far, a draft would make a dear forward dearer."""
     controller, _ = learned()
-    assert controller.next_round(None, num_unread=4).num_tokens > 0
-    assert controller.next_round(None, num_unread=9).num_tokens == 0
+    assert controller.next_round([9], num_unread=4).num_tokens > 0
+    assert controller.next_round([9], num_unread=9).num_tokens == 0
 
 
-def test_rows_go_on_drafting_as_long_as_their_mean_gains():
-    """One sure row carries unsure ones; when all are unsure the draft ends."""
+def test_rows_go_on_drafting_as_long_as_those_furthest_behind_gain():
+    """The last row decides how long the batch takes: what others would still gain is not drafted for."""
     controller, experience = learned(num_rows=2, acceptance=0.5)
     for _ in range(300):
         experience.acceptance.add((0.95, 0.05), num_judged=2, num_accepted=1)
     experience.acceptance.by_depth.clear()
-    assert controller.next_round(None, 2).allows_another(0.95, 0.05)
-    assert not controller.next_round(None, 2).allows_another(0.05, 0.05)
+    assert controller.next_round([9, 12]).allows_another(0.95, 0.05)
+    assert not controller.next_round([12, 9]).allows_another(0.95, 0.05)
+    assert controller.next_round([9, 9]).allows_another(0.95, 0.05)  # neither is behind: their mean counts
+    assert not controller.next_round([9, 9]).allows_another(0.05, 0.05)
 
 
 def test_every_row_is_learned_from_but_rows_in_lock_step_count_once():
@@ -331,6 +334,7 @@ def test_every_row_is_learned_from_but_rows_in_lock_step_count_once():
     for is_lockstep, count in ((False, 3), (True, 1)):
         experience = Experience()
         controller = Controller(DraftBudget(), experience, reads_confidence=False, num_rows=3)
+        controller.next_round([9] * 3)
         controller.observe(finished(drafts, outcomes, 0.1, 1.0, 1.2, is_lockstep))
         assert experience.acceptance.by_depth[1].count == count
 
@@ -338,12 +342,12 @@ def test_every_row_is_learned_from_but_rows_in_lock_step_count_once():
 def test_the_ratio_follows_the_mean_of_the_rows():
     """One row that accepts nothing lowers the rate of all, but does not decide it."""
     controller = Controller(DraftBudget(policy="ratio"), Experience(), reads_confidence=False, num_rows=4)
-    asked = controller.next_round(None, 4).num_tokens
+    asked = controller.next_round([9] * 4).num_tokens
     outcomes = [Outcome(1, 0, 1)] + [Outcome(asked, asked, asked + 1)] * 3
     controller.observe(finished([Draft(rows(*[5] * asked))] * 4, outcomes, 1.0, 1.0, 2.0))
-    assert controller.next_round(None, 4).num_tokens == asked
+    assert controller.next_round([9] * 4).num_tokens == asked
     controller.observe(finished([Draft(rows(*[5] * asked))] * 4, [outcomes[1]] * 4, 1.0, 1.0, 2.0))
-    assert controller.next_round(None, 4).num_tokens == asked + 1
+    assert controller.next_round([9] * 4).num_tokens == asked + 1
 
 
 def test_a_row_without_a_draft_is_no_verdict():
@@ -351,9 +355,10 @@ def test_a_row_without_a_draft_is_no_verdict():
     experience = Experience()
     controller = Controller(DraftBudget(), experience, reads_confidence=False, num_rows=2)
     drafts = [Draft(rows(5)), Draft(rows())]
+    controller.next_round([9, 9])
     controller.observe(finished(drafts, [Outcome(1, 1, 2), Outcome(0, 0, 1)], 0.1, 1.0, 1.2))
     assert experience.acceptance.by_depth[1].count == 1
-    assert experience.tokens.value == pytest.approx(1.5)
+    assert experience.with_rows(2).tokens.value == pytest.approx(1.5)
 
 
 def test_other_rows_at_work_are_not_judged_by_one_round():
@@ -362,7 +367,7 @@ def test_other_rows_at_work_are_not_judged_by_one_round():
     controller = Controller(DraftBudget(), experience, reads_confidence=False, num_rows=4)
 
     def a_round(num_rows, num_accepted):
-        asked = controller.next_round(None, num_rows).num_tokens
+        asked = controller.next_round([9] * num_rows).num_tokens
         drafts = [Draft(rows(*[5] * asked))] * num_rows
         accepted = min(asked, num_accepted)
         outcomes = [Outcome(min(asked, accepted + 1), accepted, accepted + 1)] * num_rows
@@ -375,16 +380,31 @@ def test_other_rows_at_work_are_not_judged_by_one_round():
     assert a_round(4, num_accepted=9) > 0
 
 
+@pytest.mark.parametrize(("committed", "goes_on"), [((3, 1), False), ((2, 2), True)])
+def test_a_batch_that_waits_for_its_last_row_is_no_gain(committed, goes_on):
+    """Calls are judged by the row furthest behind, however far ahead another is; later calls know."""
+    experience, budget = Experience(), DraftBudget(max_tokens=2)
+    controller = Controller(budget, experience, reads_confidence=False, num_rows=2)
+    lengths = [100, 100]
+    for _ in range(40):
+        asked = controller.next_round(lengths).num_tokens
+        outcomes = [Outcome(min(each, asked), min(each - 1, asked), min(each, asked + 1)) for each in committed]
+        drafts = [Draft(rows(*[5] * asked))] * 2
+        controller.observe(finished(drafts, outcomes, 0.1 * asked, 1 + 0.1 * asked, 1 + 0.2 * asked))
+        lengths = [length + each.num_committed for length, each in zip(lengths, outcomes, strict=True)]
+    controller = Controller(budget, experience, reads_confidence=False, num_rows=2)
+    assert (controller.next_round(lengths).num_tokens > 0) == goes_on
+
+
 def test_costs_are_kept_apart_by_rows_at_work():
     """A batch's dear wide forwards are not taken for those of the single row that is left of it."""
     experience = Experience()
     controller = Controller(DraftBudget(max_tokens=4, policy="fixed"), experience, reads_confidence=False, num_rows=8)
     for num_rows, wide in ((8, 3.0), (1, 1.1)):
         for width, seconds in ((1, 1.0), (5, wide)) * 8:
-            controller.next_round(None, num_rows)
+            controller.next_round([9] * num_rows)
             drafts = [Draft(rows(*[5] * (width - 1)))] * num_rows
             controller.observe(finished(drafts, [Outcome(0, 0, 1)] * num_rows, 0.1, seconds, seconds + 0.1))
     for num_rows, wide in ((8, 3.0), (1, 1.1), (5, 3.0)):
-        experience.set_rows(num_rows)
-        forwards = experience.costs.forwards(5)
+        forwards = experience.with_rows(num_rows).costs.forwards(5)
         assert forwards[5] == pytest.approx(wide * forwards[1], rel=0.05)
