@@ -4,6 +4,7 @@ Two vanilla forwards over the same text (token by token, or at once) already dif
 difference in the output is a near-tie if the two tokens' scores lie closer together than such forwards do.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hfspec import compat
 from hfspec.config import CALL_OPTIONS
 from hfspec.errors import ConfigError
 from hfspec.patch import is_patched, options_of
 from hfspec.sampling.noise import SeededNoise
+
+#: Arguments that a run may change.
+_LEFT_CHANGED = (*compat.CACHE_KEYS, "logits_processor", "stopping_criteria", "encoder_outputs")
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ def verify(model: PreTrainedModel, inputs: Any, *, seed: int = 0, **generate_kwa
     Args:
         inputs: token ids `[rows, length]`, or a mapping such as a tokenizer returns.
         seed: for sampled calls; the random state is left as it was.
-        generate_kwargs: as for `generate()`.
+        generate_kwargs: as for `generate()`. A cache, processors and criteria are copied where they can be, so
+            that each run begins with the same and yours stay as they are; a streamer is left out.
 
     Raises:
         PatchError: the model is not patched.
@@ -141,7 +147,7 @@ def _evidence(
     """Margin and tolerance at `plain_ids[row, index]`, where the other output has `other_id`."""
     call = _inputs(inputs) | generate_kwargs
     num_prompt = _num_prompt(model, call)
-    for name in ("streamer", "max_length", "max_time"):
+    for name in ("max_length", "max_time"):
         call.pop(name, None)
     details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     plain = {"speculate": False} if is_patched(model) else {}
@@ -186,10 +192,22 @@ def _is_sampled(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool
 
 
 def _seeded_generate(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> Any:
+    """Run the call on copies of what runs leave traces in: caches, processors, criteria. Nothing is streamed."""
     generate: Any = model.generate
+    own = {name: _copied(value) if name in _LEFT_CHANGED else value for name, value in call.items()}
+    own.pop("streamer", None)
     with torch.random.fork_rng(_cuda_devices(model)):
         torch.manual_seed(seed)
-        return generate(**call)
+        return generate(**own)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, list):
+        return type(value)(_copied(each) for each in value)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever a processor of somebody else's raises when copied: then it serves all runs
+        return value
 
 
 def _inputs(inputs: Any) -> dict[str, Any]:

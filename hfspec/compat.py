@@ -9,7 +9,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel, cache_utils
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    GenerationMixin,
+    PreTrainedModel,
+    cache_utils,
+)
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
 from transformers.generation import utils as generation_utils
@@ -349,3 +358,11 @@ def empty_cache_for(config: Any) -> Cache:
     text_config = config.get_text_config(decoder=True)
     cache = DynamicCache(config=text_config)
     return EncoderDecoderCache(cache, DynamicCache()) if config.is_encoder_decoder else cache
+
+
+def auto_class(config: Any) -> Any:
+    """The class that loads a model of this config as one that writes text."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    writes_from_text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    return AutoModelForSeq2SeqLM if writes_from_text else AutoModelForSpeechSeq2Seq

@@ -4,6 +4,7 @@
 streamer and cache, and would run its own decoding loop.
 """
 
+import copy
 import logging
 import os
 import threading
@@ -30,7 +31,7 @@ from hfspec.contexts import contexts_of
 from hfspec.draft.guard import Guard
 from hfspec.drafting import Drafting
 from hfspec.errors import UnsupportedCallError
-from hfspec.metrics import Metrics
+from hfspec.metrics import Metrics, Stats
 from hfspec.prepared import Prepared
 from hfspec.reasons import lockstep_reason, plain_reason
 from hfspec.sampling.noise import RowNoise, SeededNoise
@@ -69,6 +70,11 @@ class PatchState:
                 Experience(),
             )
         return found[1]
+
+    def stats(self) -> Stats:
+        """The counts as they are now."""
+        with self._lock:
+            return Stats(last=self.last, total=copy.deepcopy(self.total))
 
     def finish(self, metrics: Metrics) -> None:
         """Take the counts of a call that is over."""
@@ -208,7 +214,7 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     sequences = _joined(transcripts)
     if prepared.returns_states or call.has_own_cache:
         with compat.decoding(call.model):
-            target.catch_up(sequences)
+            call.metrics.catch_ups += target.catch_up(sequences)
     return record.output(sequences, target.cache_for_user)
 
 

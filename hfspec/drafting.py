@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationMixin, PreTrainedModel
 
 from hfspec import compat
 from hfspec.cache.support import draft_problem
@@ -17,7 +17,7 @@ from hfspec.draft.base import DraftSource
 from hfspec.draft.model import ModelDraft
 from hfspec.draft.pairing import pairing_problem
 from hfspec.errors import DraftError, IncompatibleDraftError, PatchError
-from hfspec.weights import resolve
+from hfspec.weights import locate
 
 #: What `draft=` takes: a loaded model, the name or path of one, or any draft source.
 DraftLike: TypeAlias = PreTrainedModel | DraftSource | str | os.PathLike[str]
@@ -53,7 +53,7 @@ def find_drafting(
     if isinstance(draft, DraftSource):
         return Drafting(draft)
     if isinstance(draft, str | os.PathLike):
-        draft = _load_beside(model, draft)
+        draft = _load_beside(model, os.fspath(draft))
     if not (isinstance(draft, PreTrainedModel) and isinstance(draft, GenerationMixin)):
         raise PatchError(
             f"draft= takes a causal language model, the name or path of one, or an hfspec.DraftSource; "
@@ -92,10 +92,22 @@ def _has_weights(model: PreTrainedModel) -> bool:
     return any(getattr(each, "offload", False) for hook in hooks for each in getattr(hook, "hooks", (hook,)))
 
 
-def _load_beside(model: PreTrainedModel, name: str | os.PathLike[str]) -> PreTrainedModel:
+def _load_beside(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Load a draft by name, in the target's dtype, where the target's inputs are.
+
+    Raises:
+        DraftError: transformers cannot load it.
+    """
     device = compat.input_device(model)
-    # The model's dtype, not the embedding's: those of a packed GGUF are bytes.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(os.fspath(name)), dtype=model.dtype)
+    source = locate(name)
+    try:
+        loader = compat.auto_class(AutoConfig.from_pretrained(source))
+        # The model's dtype, not the embedding's: those of a packed GGUF are bytes.
+        loaded: Any = loader.from_pretrained(source, dtype=model.dtype)
+    except (OSError, ValueError) as error:
+        raise DraftError(
+            f"draft={name!r} cannot be loaded: {error} Pass a folder or a hub name, or load the model yourself."
+        ) from error
     draft: PreTrainedModel = loaded.to(device if device.type != "meta" else "cpu").eval()
     return draft
 

@@ -89,7 +89,7 @@ def _round(
 
     seconds = (drafting.seconds, verifying.seconds, time.perf_counter() - started)
     round_ = Round(drafts, outcomes, len(transcripts) < len(texts), verified.num_read, *seconds)
-    metrics.count_round(round_)
+    metrics.count_round(round_, budget.why_plain)
     controller.observe(round_)
 
 

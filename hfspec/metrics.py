@@ -33,7 +33,9 @@ class Metrics:
         rounds: target forwards over a draft of at least one token.
         row_rounds: the same, counted for each row at work: equal to `rounds` without batches.
         plain_rounds: target forwards without a draft (the prompt's not counted).
+        plain_reasons: why those were made, with how often.
         prefills: target forwards over a prompt.
+        catch_ups: target forwards after the last token, over what a cache that had to go back still lacked.
         committed_tokens: tokens those rounds committed, recovered and bonus tokens included.
         drafted_tokens, accepted_tokens: draft tokens proposed / taken over.
         rejected_rounds: rounds in which a draft token was rejected.
@@ -58,7 +60,9 @@ class Metrics:
     rounds: int = 0
     row_rounds: int = 0
     plain_rounds: int = 0
+    plain_reasons: Counter[str] = field(default_factory=Counter)
     prefills: int = 0
+    catch_ups: int = 0
     committed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -77,11 +81,12 @@ class Metrics:
     fallback_reasons: Counter[str] = field(default_factory=Counter)
     lockstep_reasons: Counter[str] = field(default_factory=Counter)
 
-    def count_round(self, round_: Round) -> None:
-        """Count one target forward after the prompt's."""
+    def count_round(self, round_: Round, why_plain: str = "") -> None:
+        """Count one target forward after the prompt's; `why_plain` says why it was to have no draft, if so."""
         self.budget_histogram[round_.num_drafted] += 1
         if round_.num_drafted == 0:
             self.plain_rounds += 1
+            self.plain_reasons[why_plain or "nothing was proposed"] += 1
             self.plain_seconds += round_.verify_seconds
             return
         self.rounds += 1
@@ -137,12 +142,12 @@ class Metrics:
     @property
     def target_forward_passes(self) -> int:
         """Target forwards that hfspec made; calls that the host decoded plainly are not in here."""
-        return self.prefills + self.plain_rounds + self.rounds
+        return self.prefills + self.plain_rounds + self.rounds + self.catch_ups
 
     @property
     def target_forward_passes_saved(self) -> int:
         """Forwards that plain decoding would have made beyond these."""
-        return self.steps - self.rounds - self.plain_rounds
+        return self.steps - self.rounds - self.plain_rounds - self.catch_ups
 
     @property
     def draft_latency_ms(self) -> float | None:
@@ -223,6 +228,8 @@ class Stats:
         yield table
         for reason, times in self.total.fallback_reasons.items():
             yield f"ran plain {times}×: {reason}"
+        for reason, times in self.total.plain_reasons.most_common():
+            yield f"plain rounds {times}×: {reason}"
         for reason, times in self.total.lockstep_reasons.items():
             yield f"rows kept in step {times}×: {reason}"
 

@@ -62,7 +62,8 @@ def patch(
 ) -> Model:
     """Make this model's `generate()` faster; its tokens stay the same.
 
-    Patching a patched model changes its options.
+    Patching a patched model changes its options. Without `draft`, it keeps its draft, its counts and what has been
+    measured; with one, it begins anew.
 
     Args:
         model: the target, a transformers model that can generate.
@@ -81,17 +82,21 @@ def patch(
 
     Raises:
         PatchError: `model` or `draft` is not something that can be patched, or draft.
+        DraftError: the draft cannot be loaded by that name, or has no weights.
         IncompatibleDraftError: other tokenizer, with `on_unsupported="raise"`.
         UnknownOptionError: a keyword that hfspec does not know (a `TypeError`).
         ConfigError: an option's value cannot work (a `ValueError`).
     """
     reject_unknown(unknown, _PATCH_OPTIONS, "hfspec.patch()")
     _check_target(model)
-    if draft is None:
-        raise PatchError("hfspec.patch() needs a draft: pass draft= a small model with the target's tokenizer.")
     options = Options(DraftBudget.parse(draft_budget), acceptance, on_unsupported=on_unsupported)
-    drafting = find_drafting(model, draft, options, tokenizer, draft_tokenizer)
-    _put_on(model, _Patch(drafting, options))
+    if draft is not None:
+        new = _Patch(find_drafting(model, draft, options, tokenizer, draft_tokenizer), options)
+    elif is_patched(model):
+        new = dataclasses.replace(_patch_of(model), options=options)
+    else:
+        raise PatchError("hfspec.patch() needs a draft: pass draft= a small model with the target's tokenizer.")
+    _put_on(model, new)
     return model
 
 
@@ -144,8 +149,7 @@ def stats(model: PreTrainedModel) -> Stats:
     Raises:
         PatchError: the model is not patched.
     """
-    state = _patch_of(model).state
-    return Stats(last=state.last, total=state.total)
+    return _patch_of(model).state.stats()
 
 
 def _patch_of(model: object) -> _Patch:

@@ -19,10 +19,12 @@ class RoundBudget:
         num_tokens: the most draft tokens a row; 0 asks for a plain round.
         reads_confidence: whether `allows_another` wants to be asked after each token. That needs the
             confidence on the host, so it is false where reading it would stall a device.
+        why_plain: why the round is to be a plain one.
     """
 
     num_tokens: int
     reads_confidence: bool = False
+    why_plain: str = ""
 
     def allows_another(self, *confidences: float) -> bool:
         """Say that a token was drafted with this confidence, one a row; ask whether to draft one more."""

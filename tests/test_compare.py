@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from transformers import DynamicCache, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import hfspec
+from hfspec import compat
 from hfspec.compare import explain_difference
-from tests.models import build, noisy, plain_text, prompt, shared
+from tests.models import CountingProcessor, build, noisy, plain_text, prompt, shared
 
 NEW = {"max_new_tokens": 20}
 
@@ -92,3 +95,42 @@ def test_a_plain_model_cannot_be_verified():
     """There is nothing to compare without a patch."""
     with pytest.raises(hfspec.PatchError):
         hfspec.verify(build(), prompt(), **NEW)
+
+
+def test_what_a_run_changes_is_the_same_for_both_runs():
+    """Each run has its own copy of caches, processors and criteria; the user's stay as they are."""
+    cache, processor = DynamicCache(config=shared().config), CountingProcessor()
+    stopper = StopAfter(12)
+    with hfspec.patched(shared(), noisy(), draft_budget=4):
+        verdict = hfspec.verify(
+            shared(),
+            prompt(),
+            **{compat.CACHE_KEY: cache},
+            logits_processor=[processor],
+            stopping_criteria=[stopper],
+            streamer=Unwanted(),
+            **NEW,
+        )
+    assert verdict.identical
+    assert (cache.get_seq_length(), processor.num_calls, stopper.num_seen) == (0, 0, 0)
+
+
+class StopAfter(StoppingCriteria):
+    """Stops after so many calls, which it counts itself."""
+
+    def __init__(self, num_calls):
+        self.num_calls, self.num_seen = num_calls, 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.num_seen += 1
+        return torch.full((len(input_ids),), self.num_seen >= self.num_calls)
+
+
+class Unwanted(BaseStreamer):
+    """A streamer that nothing may reach."""
+
+    def put(self, value):
+        raise AssertionError("streamed")
+
+    def end(self):
+        raise AssertionError("streamed")

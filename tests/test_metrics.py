@@ -5,11 +5,12 @@ import json
 import pickle
 
 import pytest
+import torch
 
 import hfspec
 from hfspec import Draft, Metrics, Outcome, Stats
 from hfspec.rounds import Round
-from tests.models import Scripted, noisy, plain_text, prompt, rows, shared
+from tests.models import RECURRENT, Scripted, noisy, plain_text, prompt, rows, shared
 
 NEW = {"max_new_tokens": 24}
 
@@ -129,6 +130,35 @@ def test_a_call_counts_what_happened():
     assert last.target_forward_passes + last.target_forward_passes_saved == 24
     assert sum(last.budget_histogram.values()) == last.rounds + last.plain_rounds
     assert 0 < last.ttft_seconds <= last.total_seconds
+
+
+@pytest.mark.skipif(not RECURRENT, reason="this release cannot go on from a state")
+def test_the_forward_that_completes_a_cache_is_counted():
+    """A state that went back to a checkpoint is brought up to the text for the user: one forward more."""
+    model, forwards = shared("mamba2"), []
+
+    def amid_a_draft(input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 17)
+
+    with hfspec.patched(model, Scripted(plain_text(model, prompt(), **NEW), [9]), draft_budget=4):
+        handle = model.register_forward_hook(lambda *_: forwards.append(1))
+        model.generate(prompt(), return_dict_in_generate=True, stopping_criteria=[amid_a_draft], **NEW)
+        handle.remove()
+        last = hfspec.stats(model).last
+    assert last.target_forward_passes == len(forwards)
+    assert last.catch_ups == 1
+
+
+def test_plain_rounds_have_their_reasons():
+    """Whoever sees no speed-up can see why: each round without a draft says so."""
+    hopeless = Scripted(plain_text(shared(), prompt(), max_new_tokens=40), [0])
+    with hfspec.patched(shared(), hopeless):
+        for _ in range(3):
+            shared().generate(prompt(), max_new_tokens=40)
+        stats = hfspec.stats(shared())
+    assert stats.last.plain_reasons.total() == stats.last.plain_rounds
+    assert "did not pay" in max(stats.last.plain_reasons, key=stats.last.plain_reasons.get)
+    assert "plain rounds" in str(stats)
 
 
 def test_calls_add_up():

@@ -59,6 +59,29 @@ def test_patching_twice_is_patching_once_with_the_newer_options():
     assert type(hfspec.unpatch(model)) is base
 
 
+def test_patching_again_without_a_draft_keeps_it():
+    """Options change; the draft, the counts and what was measured stay."""
+    model, draft = build(), noisy()
+    hfspec.patch(model, draft, draft_budget=2)
+    model.generate(prompt(), **NEW)
+    hfspec.patch(model, draft_budget=5)
+    model.generate(prompt(), **NEW)
+    stats = hfspec.stats(model)
+    assert stats.total.calls == 2
+    assert max(stats.last.budget_histogram) == 5
+    hfspec.patch(model, draft)
+    assert hfspec.stats(model).total.calls == 0
+
+
+def test_stats_are_as_they_were_when_asked_for():
+    """Later calls do not change what an earlier `stats` returned."""
+    model = hfspec.patch(build(), noisy())
+    before = hfspec.stats(model)
+    model.generate(prompt(), **NEW)
+    assert (before.total.calls, before.last.calls) == (0, 0)
+    assert hfspec.stats(model).total.calls == 1
+
+
 def test_unpatching_what_is_not_patched_changes_nothing():
     """`unpatch` twice, or on a model never patched, leaves it as it is."""
     model = build()
@@ -190,7 +213,6 @@ def test_patched_blocks_nest():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({}, hfspec.PatchError),
         ({"draft": 3}, hfspec.PatchError),
         ({"draft": torch.nn.Linear(2, 2)}, hfspec.PatchError),
         ({"draft": noisy(), "draft_budget": -1}, hfspec.ConfigError),
@@ -213,6 +235,14 @@ def test_a_failed_patch_leaves_nothing_behind(arguments, error):
         hfspec.patch(model, **arguments)
     model.generate(prompt(), **NEW)
     assert max(hfspec.stats(model).budget_histogram) == 2
+
+
+def test_a_first_patch_needs_a_draft():
+    """There is nothing to keep yet."""
+    model = build()
+    with pytest.raises(hfspec.PatchError, match="needs a draft"):
+        hfspec.patch(model)
+    assert not is_patched(model)
 
 
 def test_errors_are_also_pythons_own_kinds():
@@ -275,6 +305,24 @@ def test_a_draft_may_be_a_path(tmp_path):
         with hfspec.patched(model, name, draft_budget=4):
             model.generate(prompt(), **NEW)
             assert hfspec.stats(model).acceptance_rate == 1.0
+
+
+def test_a_draft_with_an_encoder_may_be_a_path(tmp_path):
+    """It is loaded as what it is."""
+    target = build("t5")
+    build("t5").save_pretrained(tmp_path)
+    with hfspec.patched(target, tmp_path, draft_budget=4):
+        target.generate(prompt(), **NEW)
+        assert hfspec.stats(target).acceptance_rate == 1.0
+
+
+def test_a_draft_that_cannot_be_loaded_is_a_clear_error(tmp_path):
+    """It names the draft, and the model stays as it was."""
+    model = build()
+    for name in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(hfspec.DraftError, match="cannot be loaded"):
+            hfspec.patch(model, name)
+    assert not is_patched(model)
 
 
 def test_tokenizers_are_found_beside_the_weights(tmp_path):

@@ -31,6 +31,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PackagedModel:
         tokenizer_config={"bos_token": None},
         normalizer={"type": "NFC"},
     )
+    monkeypatch.setattr(weights, "_is_on_hub", lambda name: False)
     monkeypatch.setenv("HFSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(weights, "PACKAGED_MODELS", {HUB_ID: made})
     monkeypatch.setattr(weights, "find_spec", lambda name: object())
@@ -197,6 +198,14 @@ def test_other_names_and_folders_go_to_transformers(downloads: list[str], tmp_pa
 def test_a_model_in_the_hub_cache_is_not_fetched(monkeypatch: pytest.MonkeyPatch, downloads: list[str]):
     monkeypatch.setattr(weights, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
     assert resolve(HUB_ID, progress=False) == HUB_ID
+    assert downloads == []
+
+
+@pytest.mark.usefixtures("model")
+def test_where_the_hub_answers_the_model_comes_from_there(monkeypatch: pytest.MonkeyPatch, downloads: list[str]):
+    """The packages are for machines that do not reach it."""
+    monkeypatch.setattr(weights, "_is_on_hub", lambda name: name == HUB_ID)
+    assert resolve(HUB_ID, progress=False) == locate(HUB_ID) == HUB_ID
     assert downloads == []
 
 

@@ -24,6 +24,12 @@ _HOPED_GAIN = 0.2
 _PLAIN_EVERY = 60
 #: Committed tokens that a cache which had to go back may still have to read; beyond, a plain round reads them.
 _MOST_UNREAD = 8
+#: Why rounds are plain, for `stats`.
+_CATCHES_UP = "the target's cache had to catch up"
+_ENDS = "the text was about to end"
+_DOES_NOT_PAY = "drafting did not pay; it is tried again now and then"
+_EARNS_TOO_LITTLE = "what was left to write would not earn back the draft's reading of the text"
+_MEASURES = "to measure how fast plain decoding is"
 #: Where the ratio policy begins a call: Hugging Face's own long-time default.
 _RATIO_START = 5
 
@@ -72,17 +78,19 @@ class Controller:
         self._batch = self._experience.with_rows(len(lengths))
         self._lengths, self._num_unread = lengths, num_unread
         if num_unread > _MOST_UNREAD:
-            return RoundBudget(0)
+            return RoundBudget(0, why_plain=_CATCHES_UP)
         num_remaining = None if max_length is None else max_length - min(lengths)
         most = self._budget.max_tokens
         if num_remaining is not None:
             most = max(0, min(most, num_remaining - 1))
+        if most == 0:
+            return RoundBudget(0, why_plain=_ENDS)
         if self._budget.policy == "fixed":
             return RoundBudget(most)
         if self._budget.policy == "ratio":
             return RoundBudget(min(most, self._ratio_tokens))
-        if self._may_pause and (self._wants_plain() or not self._can_earn(num_remaining)):
-            return RoundBudget(0)
+        if self._may_pause and (reason := self._why_plain(num_remaining)):
+            return RoundBudget(0, why_plain=reason)
         return self._measured(least=min(self._budget.min_tokens, most), most=most)
 
     def _can_earn(self, num_remaining: int | None) -> bool:
@@ -103,8 +111,6 @@ class Controller:
     def _measured(self, least: int, most: int) -> RoundBudget:
         batch, acceptance = self._batch, self._experience.acceptance
         self._asked_confidence = False
-        if most == 0:
-            return RoundBudget(0)
         on_trial = least == 0 and batch.rounds_on < _TRIAL_ROUNDS
         if on_trial:  # feel the way: one token at least, and each trial round may draft one more
             most = min(most, batch.rounds_on + 1)
@@ -118,11 +124,16 @@ class Controller:
         elif length := max(least, prospects.best_length(), int(on_trial)):
             return RoundBudget(length)
         self._pause()
-        return RoundBudget(0)
+        return RoundBudget(0, why_plain=_DOES_NOT_PAY)
 
-    def _wants_plain(self) -> bool:
+    def _why_plain(self, num_remaining: int | None) -> str:
+        """Why the next round is to be a plain one, empty if it need not."""
         batch = self._batch
-        return batch.pause > 0 or batch.costs.needs_plain or batch.rounds_since_plain >= _PLAIN_EVERY
+        if batch.pause > 0:
+            return _DOES_NOT_PAY
+        if batch.costs.needs_plain or batch.rounds_since_plain >= _PLAIN_EVERY:
+            return _MEASURES
+        return "" if self._can_earn(num_remaining) else _EARNS_TOO_LITTLE
 
     def observe(self, round_: Round) -> None:
         """Learn from a finished round."""

@@ -83,12 +83,17 @@ class Target:
         if num_new:
             self._rollback.to(num_new - 1)
 
-    def catch_up(self, input_ids: torch.Tensor) -> None:
-        """Read what a cache that had to go back still lacks of the whole text, so that it is as vanilla's."""
+    def catch_up(self, input_ids: torch.Tensor) -> bool:
+        """Read what a cache that had to go back still lacks of the whole text, so that it is as vanilla's.
+
+        Returns:
+            Whether that took a forward.
+        """
         num_missing = self.num_unread - 1
         if num_missing > 0:
             kwargs = compat.cut_last(self.model, self._model_kwargs)
             self._forward(compat.prepare_last(self.model, input_ids[:, :-1], num_missing, kwargs), 1, num_missing)
+        return num_missing > 0
 
     def cache_for_user(self) -> Any:
         """The cache as vanilla hands it back."""
