@@ -64,6 +64,9 @@ STREAMS_AFTER_CRITERIA = hasattr(generation_utils, "StopCheck")
 #: Inputs that say of each token what kind it is, and grow with the text.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
+#: Inputs with a row for each text.
+ROW_INPUTS = ("attention_mask", "position_ids", *_TOKEN_TYPES)
+
 #: Layers of recurrent models, whose state stands for the whole text; none before 5.x.
 LINEAR_LAYER: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 
@@ -215,9 +218,14 @@ def select_rows(model_kwargs: dict[str, Any], rows: Any, num_rows: int) -> dict[
     }
 
 
+def has_foreign_forward(model: PreTrainedModel) -> bool:
+    """Whether the model's forward is somebody else's code than transformers'."""
+    return not model.forward.__module__.startswith("transformers.")
+
+
 def takes_position_ids(model: PreTrainedModel) -> bool:
     """Whether the model's forward takes position ids."""
-    return "position_ids" in inspect.signature(type(model).forward).parameters
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def compiles_decoding(
@@ -335,7 +343,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def max_positions(config: Any) -> int | None:
     """How many positions a model of this config has, if it says so; some have tables that end there."""
     config = config.get_text_config(decoder=True)
-    names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+    names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len")
     limits = (getattr(config, name, None) for name in names)
     return next((limit for limit in limits if isinstance(limit, int)), None)
 

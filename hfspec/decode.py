@@ -39,6 +39,9 @@ from hfspec.target.forward import RaggedTarget, StateTarget, Target, UncachedTar
 
 logger = logging.getLogger("hfspec")
 
+#: Different reasons that are warned of, for one patched model.
+_MAX_WARNINGS = 50
+
 
 @dataclass
 class PatchState:
@@ -51,8 +54,8 @@ class PatchState:
     _experience: dict[tuple[int, bool], tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
 
     def warn_once(self, reason: str, message: str) -> None:
-        """Log `message` about `reason`, unless it was said of this model before."""
-        if reason not in self.warned:
+        """Log `message` about `reason`, unless it was said of this model before, or a great many others were."""
+        if reason not in self.warned and len(self.warned) < _MAX_WARNINGS:
             self.warned.add(reason)
             hint = "(Said once; hfspec.stats(model).fallback_reason keeps the reason.)"
             logger.warning(f"hfspec: {message} {hint}", reason)
@@ -81,6 +84,8 @@ class PatchState:
         with self._lock:
             self.last = metrics
             self.total.add(metrics)
+            # A reason may hold sizes or addresses, other ones in every call.
+            self.total.forget_rare_reasons()
 
 
 @dataclass
@@ -152,7 +157,7 @@ def sample(
         streamer,
         synced_gpus,
     )
-    reason = call.plain_reason or plain_reason(prepared) or call.drafting.problem
+    reason = call.plain_reason or plain_reason(prepared, call.options.budget.max_tokens) or call.drafting.problem
     if reason is None:
         call.was_decoded = True
         return _speculate(call, prepared)
@@ -184,7 +189,7 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
 
     noise = SeededNoise()
     record = Record(prepared.generation_config, prepared.encoder_outputs)
-    noises = [RowNoise(noise, row, prepared.num_rows, runs_ahead=not in_step) for row in range(prepared.num_rows)]
+    noises = RowNoise.of_batch(noise, prepared.num_rows, runs_ahead=not in_step)
     if in_step:
         target = _target_in_step(prepared, cache)
         transcripts = [Transcript(prepared, _rule(call.options, prepared, noise), record)]

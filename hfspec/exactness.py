@@ -5,7 +5,9 @@ look ahead, their positions change with the length. Such targets run plain. (Rec
 fed token by token, see `stepping`.)
 """
 
+import functools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +29,12 @@ _BY_TYPE = {
     "prophetnet": "behind a cache it takes single tokens only",
     "xlm": "it puts a mask token behind every text, so that nothing it has read can be kept",
 }
+#: Those whose experts take so many tokens of a forward (`expert_capacity`) and leave out the others.
+_LIMITED_EXPERTS = ("switch_transformers",)
+#: Those that leave the mask of the cache's slots out of forwards over single tokens.
+_UNMASKED = ("gpt_neo", "led", "nllb-moe")
+#: Those whose attention depends on where positions begin, and otherwise so for several tokens.
+_POSITIONS_FROM_ZERO = ("deepseek_v4",)
 #: Those whose forwards over single tokens mix the rows of a batch, while their forwards over several do not.
 _MIX_ROWS = ("rwkv",)
 #: Made to write only by `is_decoder`.
@@ -71,6 +79,8 @@ def config_problem(config: PretrainedConfig) -> str | None:
             return _BY_TYPE[each.model_type]
         if each.model_type in _ENCODERS and not getattr(each, "is_decoder", False):
             return "its attention looks both ways, as is_decoder is not set in its config"
+        if getattr(each, "second_expert_policy", "all") != "all":
+            return "its experts are drawn at random in every forward"
     return None
 
 
@@ -81,8 +91,29 @@ def rows_problem(config: PretrainedConfig) -> str | None:
     return None
 
 
-def exactness_problem(model: PreTrainedModel, max_length: int | None) -> str | None:
-    """Why this target, in texts of up to `max_length` tokens, cannot be verified in one forward, or `None`."""
+def inputs_problem(config: PretrainedConfig, model_kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call with these inputs cannot be verified in one forward, where others of such a model can, or `None`."""
+    if config.model_type in _POSITIONS_FROM_ZERO and model_kwargs.get("position_ids") is not None:
+        return "with positions that are passed, its attention differs between one token and several"
+    mask = model_kwargs.get("decoder_attention_mask")
+    if masks_single_tokens_otherwise(config) and mask is not None and not bool(mask.all()):
+        return "its decoder leaves the mask out of forwards over single tokens"
+    return None
+
+
+def masks_single_tokens_otherwise(config: PretrainedConfig) -> bool:
+    """Whether a single token sees slots that a mask hides, where several tokens do not."""
+    return config.model_type in _UNMASKED
+
+
+def exactness_problem(model: PreTrainedModel, max_length: int | None, max_width: int) -> str | None:
+    """Why this target cannot be verified in forwards over up to `max_width` tokens, or `None`.
+
+    Args:
+        max_length: that the text may get.
+    """
+    if model.config.model_type in _LIMITED_EXPERTS and model.config.expert_capacity < max_width:
+        return f"its experts leave out tokens when more than {model.config.expert_capacity} come at once"
     for limit, what in _exact_lengths(model.config):
         if max_length is None or max_length > limit:
             return f"{what} beyond {limit} tokens, and this call may get there"
@@ -110,6 +141,12 @@ def _exact_lengths(config: PretrainedConfig) -> list[tuple[int, str]]:
 
 
 def _module_problem(module: torch.nn.Module) -> str | None:
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if not _is_harmless(hook):
+            return (
+                f"a forward hook is on its {type(module).__name__} ({_origin(hook)}): what a hook does to a forward "
+                "over one token it may not do to one over several"
+            )
     if module.training and getattr(module, "gradient_checkpointing", False) and compat.CHECKPOINTING_DROPS_CACHE:
         return "gradient checkpointing in training mode drops the cache"
     if module.training and _draws(module):
@@ -125,6 +162,19 @@ def _module_problem(module: torch.nn.Module) -> str | None:
             "its neighbours; with a scale for each token (PerRow in torchao) it can be sped up"
         )
     return None
+
+
+def _is_harmless(hook: Any) -> bool:
+    """Whether a hook is transformers' or Accelerate's own, or one that only lets gradients through."""
+    return _origin(hook).startswith(("transformers.", "accelerate.", "peft.peft_model.", "peft.mixed_model."))
+
+
+def _origin(hook: Any) -> str:
+    """Where a hook was written."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _draws(module: torch.nn.Module) -> bool:

@@ -14,7 +14,7 @@ from hfspec.budget.controller import Controller
 from hfspec.budget.timing import measured
 from hfspec.draft.guard import Guard
 from hfspec.metrics import Metrics
-from hfspec.rounds import Draft, Outcome, Round
+from hfspec.rounds import Draft, Outcome, Round, RoundBudget
 from hfspec.target.forward import RaggedTarget, Target
 
 
@@ -73,7 +73,11 @@ def _round(
     device = texts[0].device
     started = time.perf_counter()
 
-    budget = controller.next_round([text.shape[1] for text in texts], max_length, target.num_unread)
+    budget = (
+        controller.next_round([text.shape[1] for text in texts], max_length, target.num_unread)
+        if target.problem is None
+        else RoundBudget(0, why_plain=target.problem)
+    )
     with measured(device) as drafting:
         drafts = drafter.propose(texts, budget)
     drafts = _trimmed(drafts, transcripts, max_length)

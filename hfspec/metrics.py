@@ -13,6 +13,9 @@ from rich.table import Table
 
 from hfspec.rounds import Round
 
+#: Different reasons that are kept of all calls together.
+_MAX_REASONS = 25
+
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
@@ -116,6 +119,15 @@ class Metrics:
                 mine.update(theirs)
             else:
                 setattr(self, item.name, mine + theirs)
+
+    def forget_rare_reasons(self) -> None:
+        """Keep the reasons few, the commonest by themselves and the others as one."""
+        for reasons in (self.fallback_reasons, self.lockstep_reasons, self.plain_reasons):
+            if len(reasons) > 2 * _MAX_REASONS:
+                kept = Counter(dict(reasons.most_common(_MAX_REASONS)))
+                kept["other reasons"] += reasons.total() - kept.total()
+                reasons.clear()
+                reasons.update(kept)
 
     @property
     def acceptance_rate(self) -> float | None:

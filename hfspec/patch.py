@@ -208,6 +208,8 @@ def _patched_class(base: Any, new: _Patch) -> Any:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _counted(_new_call(self, kwargs)) as call:
             call.encoder_inputs = _media_of(self, kwargs)
+            # A loop of the user's own may look into the cache that it hands to ours.
+            call.has_own_cache |= kwargs.get("custom_generate") is not None
             elsewhere = (
                 "custom_generate, paged batching and models within models are decoded in a way that hfspec does not see"
             )
@@ -244,17 +246,24 @@ def _patched_class(base: Any, new: _Patch) -> Any:
         return (_blank, (base, *arguments[1:]), *rest) if is_usual else (make, arguments, *rest)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        make, arguments, state = self.__reduce_ex__(4)[:3]
-        clone = memo[id(self)] = make(*arguments)
-        clone.__setstate__(copy.deepcopy(state, memo))
+        if hasattr(base, "__deepcopy__"):
+            clone = base.__deepcopy__(self, memo)
+        else:
+            make, arguments, state = self.__reduce_ex__(4)[:3]
+            clone = memo[id(self)] = make(*arguments)
+            clone.__setstate__(copy.deepcopy(state, memo))
         mine = _patch_of(self)
         _put_on(clone, _Patch(mine.drafting, mine.options))
         return clone
 
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Made from `type(model)`, another model is a plain one: the patch is this instance's alone.
+        return base(*args, **kwargs)
+
     members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {_PATCH_ATTRIBUTE: new, "generate": generate, compat.SAMPLE_METHOD: _sample}
     members[compat.ENCODER_METHOD] = prepare_encoder
-    members |= {"__reduce_ex__": __reduce_ex__, "__deepcopy__": __deepcopy__}
+    members |= {"__reduce_ex__": __reduce_ex__, "__deepcopy__": __deepcopy__, "__new__": __new__}
     members |= {name: plain(name, mode) for name, mode in compat.OTHER_DECODING_METHODS.items() if hasattr(base, name)}
     return type(base)(base.__name__, (base,), members)
 
@@ -324,4 +333,5 @@ def _call_on(model: PreTrainedModel) -> Iterator[decode.Call]:
         yield call
     else:
         with _counted(_new_call(model, {})) as new:
+            new.has_own_cache = True  # whoever calls the loop made it
             yield new

@@ -103,15 +103,25 @@ class Prepared:
         limits = [None if number is None else number + 1 - self.num_before for number in places]
         return min((limit for limit in (*limits, self.criteria.max_length) if limit is not None), default=None)
 
-    @property
+    @cached_property
     def num_before(self) -> int:
-        """Places taken before the text begins: by embeddings, or by earlier turns whose ids were not passed again."""
-        embeds, mask = self.model_kwargs.get("inputs_embeds"), self.model_kwargs.get("attention_mask")
+        """Places taken before the text begins.
+
+        By embeddings, by earlier turns whose ids were not passed again, or by positions that begin later.
+        """
         if self.model.config.is_encoder_decoder:
             return 0
+        embeds, mask, position_ids = map(self.model_kwargs.get, ("inputs_embeds", "attention_mask", "position_ids"))
+        num_ids, places = self.input_ids.shape[1], [0]
         if embeds is not None:
-            return int(embeds.shape[1])
-        return 0 if mask is None else max(0, int(mask.shape[-1]) - self.input_ids.shape[1])
+            places.append(int(embeds.shape[1]))
+        if mask is not None:
+            places.append(int(mask.shape[-1]) - num_ids)
+        else:  # 5.24 keeps only the length of a mask that hides nothing
+            places.append((getattr(self.generation_config, "_mask_length", None) or 0) - num_ids)
+        if position_ids is not None:
+            places.append(int(position_ids.max()) + 1 - num_ids)
+        return max(places)
 
     @cached_property
     def last_draft_id(self) -> int | None:

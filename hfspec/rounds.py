@@ -91,12 +91,12 @@ class Verified:
         return replace(self, logits=self.logits[rows])
 
     def hidden_states_at(self, index: int, kind: str = "hidden_states") -> Any:
-        """Per layer `[rows, 1, hidden]`, as from a forward over that token alone."""
+        """Per layer `[…, 1, hidden]`, as from a forward over that token alone."""
         if self.is_prompt:
             return self.outputs[kind]
         at = self._from_the_end(index)
         # Copies, as a slice would keep the states of the whole draft alive.
-        return tuple(_copy(layer[:, layer.shape[1] - at][:, None]) for layer in self.outputs[kind])
+        return tuple(_copy(layer[..., layer.shape[-2] - at, :].unsqueeze(-2)) for layer in self.outputs[kind])
 
     def attentions_at(self, index: int, kind: str = "attentions") -> Any:
         """Per layer `[rows, heads, 1, length]`, without the columns of later draft tokens, whose weight is 0."""

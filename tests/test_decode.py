@@ -13,6 +13,7 @@ from tests.models import (
     PAD,
     VOCAB,
     FunctionSource,
+    OnForward,
     Scripted,
     assert_same,
     both,
@@ -483,7 +484,7 @@ def test_an_error_of_the_target_passes_through():
             raise BrokenError("in the target")
 
     with hfspec.patched(model, noisy(), draft_budget=4):
-        hook = model.register_forward_pre_hook(fail)
+        hook = OnForward(model, before=fail)
         with pytest.raises(BrokenError, match="in the target"):
             model.generate(prompt(), **NEW)
         hook.remove()
@@ -601,7 +602,7 @@ def test_an_error_in_a_batch_passes_through(do_sample):
 
     expected = plain_text(model, BATCH, **call)
     with hfspec.patched(model, noisy(), draft_budget=4):
-        hook = model.register_forward_pre_hook(fail)
+        hook = OnForward(model, before=fail)
         with pytest.raises(BrokenError, match="in the target"):
             model.generate(BATCH, **call)
         hook.remove()

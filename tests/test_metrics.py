@@ -10,7 +10,7 @@ import torch
 import hfspec
 from hfspec import Draft, Metrics, Outcome, Stats
 from hfspec.rounds import Round
-from tests.models import RECURRENT, Scripted, noisy, plain_text, prompt, rows, shared
+from tests.models import RECURRENT, OnForward, Scripted, noisy, plain_text, prompt, rows, shared
 
 NEW = {"max_new_tokens": 24}
 
@@ -141,7 +141,7 @@ def test_the_forward_that_completes_a_cache_is_counted():
         return torch.full((len(input_ids),), input_ids.shape[1] >= 17)
 
     with hfspec.patched(model, Scripted(plain_text(model, prompt(), **NEW), [9]), draft_budget=4):
-        handle = model.register_forward_hook(lambda *_: forwards.append(1))
+        handle = OnForward(model, after=lambda *_: forwards.append(1))
         model.generate(prompt(), return_dict_in_generate=True, stopping_criteria=[amid_a_draft], **NEW)
         handle.remove()
         last = hfspec.stats(model).last
@@ -159,6 +159,18 @@ def test_plain_rounds_have_their_reasons():
     assert stats.last.plain_reasons.total() == stats.last.plain_rounds
     assert "did not pay" in max(stats.last.plain_reasons, key=stats.last.plain_reasons.get)
     assert "plain rounds" in str(stats)
+
+
+def test_reasons_that_differ_in_every_call_do_not_pile_up():
+    """Errors that name sizes or addresses are summed up; the total stays right."""
+    metrics = Metrics()
+    for number in range(500):
+        metrics.fallback_reasons["a common one"] += 1
+        metrics.fallback_reasons[f"object at {number}"] += 1
+        metrics.forget_rare_reasons()
+    assert len(metrics.fallback_reasons) <= 50
+    assert metrics.fallback_reasons.total() == 1000
+    assert metrics.fallback_reason == "a common one"
 
 
 def test_calls_add_up():

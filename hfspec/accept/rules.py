@@ -25,6 +25,9 @@ class Draws(Protocol):
     def multinomial(self, probs: torch.Tensor) -> torch.Tensor:
         """Draw a token id for each row of `probs` `[rows, vocab]`."""
 
+    def end(self) -> None:
+        """The text is over: nothing more is drawn for it."""
+
 
 class Rule(ABC):
     """Chooses the next token of each row."""
@@ -38,6 +41,9 @@ class Rule(ABC):
 
         `proposals`, one a row, is `None` after the last draft token and in plain rounds.
         """
+
+    def end(self) -> None:  # noqa: B027 - most rules hold nothing
+        """The text is over."""
 
 
 class Greedy(Rule):
@@ -61,6 +67,10 @@ class Seeded(Rule):
     def choose(self, scores: torch.Tensor, proposals: Sequence[Proposal] | None) -> torch.Tensor:
         """Draw as vanilla draws."""
         return self._noise.multinomial(scores.softmax(dim=-1))
+
+    def end(self) -> None:
+        """Draw no more."""
+        self._noise.end()
 
 
 class Rejection(Rule):

@@ -79,11 +79,14 @@ class Transcript:
         self.num_new += 1
         if not compat.STREAMS_AFTER_CRITERIA:
             self._stream(tokens)
-        ended: list[bool] = self._criteria(self.input_ids, self.record.scores).tolist()
-        self.unfinished = [was and not now for was, now in zip(self.unfinished, ended, strict=True)]
+        ended = self._criteria(self.input_ids, self.record.scores)
         if compat.STREAMS_AFTER_CRITERIA:
             self._stream(tokens)
-        ids: list[int] = tokens.tolist()
+        ids: list[int]
+        ids, has_ended = torch.stack([tokens, ended.to(tokens)]).tolist()  # the device is waited for once
+        self.unfinished = [was and not now for was, now in zip(self.unfinished, has_ended, strict=True)]
+        if self.is_finished:
+            self.rule.end()
         return ids
 
     def _stream(self, tokens: torch.Tensor) -> None:

@@ -98,6 +98,10 @@ class SpeculativeLayer(DynamicLayer):
         self.start, self.committed = new_start, min(self.committed, new_length)
         self._set_length(new_length)
 
+    def empty_vanilla(self) -> DynamicLayer:
+        """The host's layer of this kind."""
+        return DynamicLayer()
+
     def move_to(self, vanilla: DynamicLayer) -> None:
         """Hand the content over to an empty layer of the host's."""
         if self.is_initialized:
@@ -151,6 +155,10 @@ class SpeculativeSlidingLayer(SpeculativeLayer):
         super().__init__(**kwargs)
         self.sliding_window = sliding_window
 
+    def empty_vanilla(self) -> DynamicLayer:
+        """The host's layer of this kind."""
+        return DynamicSlidingWindowLayer(self.sliding_window)
+
     def first_visible(self, length: int) -> int:
         """The first slot that a token in slot `length` may see."""
         return max(0, length + 1 - self.sliding_window)
@@ -185,9 +193,9 @@ class SpeculativeCache(DynamicCache):
         """Move the content into the cache this one was made after, layer by layer."""
         vanilla = self._like if self._like is not None else DynamicCache()
         for index, layer in enumerate(self.layers):
+            if index == len(vanilla.layers):  # the model has made it itself
+                vanilla.layers.append(layer.empty_vanilla() if isinstance(layer, SpeculativeLayer) else layer)
             if isinstance(layer, SpeculativeLayer):
-                if index == len(vanilla.layers):
-                    vanilla.layers.append(DynamicLayer())
                 layer.move_to(vanilla.layers[index])
         return vanilla
 

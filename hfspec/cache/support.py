@@ -71,6 +71,8 @@ def ragged_problem(model: PreTrainedModel, cache: Cache) -> str | None:
     if not all(isinstance(layer, SpeculativeLayer) for layer in cache.layers):
         return "recurrent layers hold one state for a whole row, which cannot wait for another"
     config = model.config.get_text_config(decoder=True)
+    if model.config.model_type == "git":
+        return "the model widens masks by the places of its image"
     if model.config.model_type == "voxtral_realtime":
         return "the model hears a stream, and keeps more caches than this one"
     if config.model_type == "llama4_text" and getattr(config, "attn_temperature_tuning", False):

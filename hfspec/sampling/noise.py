@@ -14,14 +14,15 @@ from contextlib import contextmanager
 import torch
 
 
-def _default_state(device: torch.device) -> torch.Tensor:
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's default generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def _set_default_state(device: torch.device, state: torch.Tensor) -> None:
+def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -32,13 +33,13 @@ def _set_default_state(device: torch.device, state: torch.Tensor) -> None:
 def unmoved(device: torch.device) -> Iterator[None]:
     """Put the default generators of the CPU and of `device` back to where they were, if the body moves them."""
     devices = {torch.device("cpu"), device}
-    before = {each: _default_state(each) for each in devices}
+    before = {each: generator_state(each) for each in devices}
     try:
         yield
     finally:
         for each, state in before.items():
-            if not torch.equal(state, _default_state(each)):
-                _set_default_state(each, state)
+            if not torch.equal(state, generator_state(each)):
+                _set_generator_state(each, state)
 
 
 #: Bytes of noise that are kept; other noise is drawn again from the saved states when it is needed.
@@ -80,13 +81,16 @@ class SeededNoise:
             self._forget_ahead()
             return torch.multinomial(probs, num_samples=1).squeeze(1)
         noise = self.make(probs, self._num_made)
-        self._forget_before(self._num_made)
+        self.forget_before(self._num_made)
         return (probs / noise).argmax(dim=-1)
+
+    def end(self) -> None:
+        """Nothing more will be drawn; there is nothing to do."""
 
     def at(self, like: torch.Tensor, number: int) -> torch.Tensor:
         """Noise of the draw of that number, made or not, shaped as `like` `[batch, vocab]`."""
         self._drop_stale(like)
-        nearest = max(each for each in self._states if each <= number)
+        nearest = number if number in self._states else max(each for each in self._states if each < number)
         for each in range(nearest, number):
             self._draw(like, each)
         noise = self._noise.get(number)
@@ -103,7 +107,7 @@ class SeededNoise:
         with _lock:
             noise = self.at(like, number)
             self._num_made = number + 1
-            _set_default_state(like.device, self._states[number + 1])
+            _set_generator_state(like.device, self._states[number + 1])
         return noise
 
     def _draw(self, like: torch.Tensor, number: int) -> torch.Tensor:
@@ -120,7 +124,7 @@ class SeededNoise:
 
     def _drop_stale(self, like: torch.Tensor) -> None:
         """Forget what was seen ahead if the generator is not where it was left, or was asked for other shapes."""
-        now = _default_state(like.device)
+        now = generator_state(like.device)
         shown = self._noise.get(self._num_made)
         is_other = shown is not None and (shown.shape, shown.dtype, shown.device) != (
             like.shape,
@@ -136,28 +140,43 @@ class SeededNoise:
             for number in [each for each in kept if each >= self._num_made]:
                 del kept[number]
 
-    def _forget_before(self, number: int) -> None:
+    def forget_before(self, number: int) -> None:
+        """Noise of draws before that number is not wanted any more."""
         for kept in (self._states, self._noise):
             for old in [each for each in kept if each < number]:
                 del kept[old]
 
 
 class RowNoise:
-    """One row's share of the noise that is drawn for a whole batch at once.
+    """One row's share of the noise that is drawn for a whole batch at once; made by `of_batch`.
 
     Args:
         noise: the batch's.
-        row: which row this is, of `num_rows`.
+        row: which row this is.
+        num_drawn: of every row, how many tokens it has drawn; `None` once it draws no more. The rows share it.
         runs_ahead: whether the row draws at its own pace, the generator moving on with the row that is furthest.
             Otherwise draws are made for the whole batch, and rows only peek.
     """
 
-    def __init__(self, noise: SeededNoise, row: int, num_rows: int, runs_ahead: bool) -> None:
+    def __init__(self, noise: SeededNoise, row: int, num_drawn: list[int | None], runs_ahead: bool) -> None:
         self._noise = noise
         self._row = row
-        self._num_rows = num_rows
+        self._num_drawn_of = num_drawn
         self._runs_ahead = runs_ahead
-        self._num_drawn = 0
+
+    @classmethod
+    def of_batch(cls, noise: SeededNoise, num_rows: int, runs_ahead: bool) -> list["RowNoise"]:
+        """The shares of all rows."""
+        num_drawn: list[int | None] = [0] * num_rows
+        return [cls(noise, row, num_drawn, runs_ahead) for row in range(num_rows)]
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self._num_drawn_of)
+
+    @property
+    def _num_drawn(self) -> int:
+        return self._num_drawn_of[self._row] or 0
 
     def peek(self, like: torch.Tensor, position: int) -> torch.Tensor:
         """This row's noise, `[1, vocab]`, of the `position`-th draw from where the row is."""
@@ -171,8 +190,20 @@ class RowNoise:
         if not bool(probs.sum().isfinite()):
             return torch.multinomial(probs, num_samples=1).squeeze(1)  # for vanilla's own error
         noise = self._mine(self._noise.make(probs.expand(self._num_rows, -1), self._num_drawn))
-        self._num_drawn += 1
+        self._move_to(self._num_drawn + 1)
         return (probs / noise).argmax(dim=-1)
+
+    def end(self) -> None:
+        """The row draws no more, so that nothing is kept for it."""
+        if self._runs_ahead:
+            self._move_to(None)
+
+    def _move_to(self, num_drawn: int | None) -> None:
+        """Go on, and let go of the noise that every row has passed."""
+        self._num_drawn_of[self._row] = num_drawn
+        at_work = [each for each in self._num_drawn_of if each is not None]
+        if at_work:
+            self._noise.forget_before(min(at_work))
 
     def _mine(self, noise: torch.Tensor) -> torch.Tensor:
         return noise[self._row : self._row + 1]

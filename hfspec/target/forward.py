@@ -18,6 +18,7 @@ from hfspec.cache.rows import Rows
 from hfspec.cache.support import counts_slots
 from hfspec.prepared import Prepared
 from hfspec.rounds import Verified
+from hfspec.sampling.noise import generator_state
 from hfspec.stepping import stepping, stepping_layers
 
 
@@ -37,6 +38,8 @@ class Target:
         self._rollback: Rollback | StateRollback = Rollback(cache, layers=prepared.model.modules())
         self._stepping_layers = stepping_layers(prepared.model)
         self._num_new = 0
+        #: Why nothing can be verified in one forward, as the prompt's forward has shown; `None` if it can.
+        self.problem: str | None = None
 
     @property
     def num_unread(self) -> int:
@@ -45,7 +48,12 @@ class Target:
 
     def prefill(self, input_ids: torch.Tensor) -> Verified:
         """Read the prompt `[rows, length]`; the logits choose the first token."""
+        before = generator_state(input_ids.device)
         outputs, kwargs = compat.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
+        if not torch.equal(generator_state(input_ids.device), before):
+            self.problem = "the model draws random numbers in its forwards"
+        elif compat.has_foreign_forward(self.model) and outputs.logits.shape[1] == 1 < input_ids.shape[1]:
+            self.problem = "the model gives logits for the last token only"
         self._model_kwargs = compat.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
         if others := _other_caches(self._model_kwargs):
@@ -139,8 +147,8 @@ class StateTarget(Target):
         self._model_kwargs.update(grown | {self._key: state})
 
     def cache_for_user(self) -> Any:
-        """The state, where vanilla hands it back."""
-        return self._model_kwargs.get(compat.CACHE_KEY)
+        """The state, as vanilla hands it back."""
+        return self._model_kwargs[self._key]
 
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         verified = super()._forward(model_inputs, num_logits, num_read)
@@ -153,6 +161,7 @@ class UncachedTarget(Target):
 
     def __init__(self, prepared: Prepared) -> None:
         super().__init__(prepared, prepared.cache)
+        self._stepping_layers = []  # nothing goes on from a state: vanilla's forwards are as wide
 
     @property
     def num_unread(self) -> int:

@@ -11,7 +11,7 @@ from packaging import version
 
 import hfspec
 from tests.loading.tiny import CALLS, assert_exact, noisy_copy, target
-from tests.models import both, plain_text, prompt
+from tests.models import both, build, noisy, plain_text, prompt, prompts
 
 peft = pytest.importorskip("peft")
 
@@ -166,3 +166,44 @@ def test_adapters_added_by_transformers_itself():
     first_patched.disable_adapters()
     plain = plain_text(target(), prompt(), **NEW)
     assert torch.equal(first_patched.generate(prompt(), **NEW), plain)
+
+
+PROMPT_LEARNING = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=16),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(Position ids|past_key_values)")  # PEFT's own
+@pytest.mark.parametrize("lengths", [(7,), (7, 4, 9)], ids=["one row", "rows"])
+@pytest.mark.parametrize("kind", PROMPT_LEARNING)
+def test_virtual_tokens_are_put_in_by_peft(kind, lengths):
+    """It makes the inputs of every forward then: plain, with the reason, and the text is vanilla's."""
+    texts = []
+    for is_fast in (False, True):
+        torch.manual_seed(3)
+        outer = peft.get_peft_model(build(), PROMPT_LEARNING[kind]()).eval()
+        inner = outer.get_base_model()
+        if is_fast:
+            hfspec.patch(inner, noisy(), draft_budget=4)
+        texts.append(outer.generate(**prompts(*lengths), max_new_tokens=12))
+    assert torch.equal(*texts)
+    assert "comes from peft" in hfspec.stats(inner).last.fallback_reason
+
+
+def test_an_adapter_for_each_row():
+    """PEFT counts the rows of every forward then: plain, and the text is vanilla's, rows that end early included."""
+    names = {"adapter_names": ["default", "__base__", "default"]}
+    call = prompts(7, 4, 9) | names | NEW | {"pad_token_id": 0}
+    texts = []
+    for is_fast in (False, True):
+        inner = build()
+        outer = wrapped(inner)
+        if is_fast:
+            hfspec.patch(inner, noisy(), draft_budget=4)
+        text = outer.generate(**call)
+        texts += [text, outer.generate(**call, eos_token_id=int(text[0, 13]))]
+    assert torch.equal(texts[0], texts[2])
+    assert torch.equal(texts[1], texts[3])
+    assert "forward hook" in hfspec.stats(inner).last.fallback_reason

@@ -20,6 +20,7 @@ from tests.models import (
     VOCAB,
     WINDOWED,
     CountingProcessor,
+    OnForward,
     Scripted,
     both,
     build,
@@ -235,7 +236,7 @@ def rows_in_forwards(model: Any) -> tuple[list[int], Any]:
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         seen.append(len(kwargs["input_ids"]))
 
-    return seen, model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen, OnForward(model, before=note)
 
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {

@@ -24,6 +24,7 @@ from tests.models import (
     VOCAB,
     CountingProcessor,
     ForcingProcessor,
+    OnForward,
     Scripted,
     assert_same,
     both,
@@ -46,7 +47,7 @@ def positions_of(model: Any) -> tuple[list[list[int]], Any]:
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         seen.append(kwargs["position_ids"][0].tolist())
 
-    return seen, model.model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen, OnForward(model.model, before=note)
 
 
 @pytest.mark.parametrize("num_prompt", [1, 2, 17])

@@ -17,6 +17,7 @@ from hfspec.patch import is_patched
 from tests.models import (
     RECURRENT,
     VOCAB,
+    OnForward,
     assert_same_cache,
     build,
     noisy,
@@ -560,9 +561,8 @@ def test_an_error_of_the_target_passes_through(number, where, num_rows, mode):
         if num_forwards[0] == number:
             raise error
 
-    register = model.register_forward_pre_hook if where == "before" else model.register_forward_hook
     with hfspec.patched(model, noisy(attn="sdpa" if num_rows > 1 else "eager"), draft_budget=2):
-        hook = register(fail)
+        hook = OnForward(model, **{where: fail})
         with pytest.raises(BrokenError) as raised:
             written_by(model, call)
         hook.remove()
@@ -589,8 +589,7 @@ def test_an_error_of_the_target_leaves_nothing_foreign_in_the_users_cache(name, 
             if num_forwards[0] == number:
                 raise BrokenError
 
-        register = model.register_forward_pre_hook if where == "before" else model.register_forward_hook
-        hook = register(fail)
+        hook = OnForward(model, **{where: fail})
         wrong = Faulty((text + 1) % VOCAB, "", 0, raises(BrokenError()), is_batch=False)
         call = {compat.CACHE_KEY: cache, "disable_compile": True, "max_new_tokens": 14}
         try:
@@ -616,7 +615,7 @@ def test_an_error_of_a_target_without_a_cache_passes_through(num_rows):
         if num_forwards == 4:
             raise ConnectionError("the target")
 
-    hook = model.register_forward_pre_hook(failing)
+    hook = OnForward(model, before=failing)
     ids = torch.cat([prompt(seed=seed) for seed in range(num_rows)])
     with hfspec.patched(model, noisy(), draft_budget=3):
         with pytest.raises(ConnectionError, match="the target"):

@@ -18,6 +18,7 @@ from hfspec.patch import is_patched
 from tests.models import (
     CountingProcessor,
     FunctionSource,
+    OnForward,
     assert_same,
     build,
     char_tokenizer,
@@ -146,7 +147,7 @@ def test_calls_that_sample_at_once_draw_different_numbers(num_rows, is_fast):
     def write(name: str) -> None:
         texts[name] = model.generate(ids, **SAMPLED)
 
-    hook = model.register_forward_pre_hook(hold_up)
+    hook = OnForward(model, before=hold_up)
     torch.manual_seed(0)
     with hfspec.patched(model, noisy(), draft_budget=2) if is_fast else nullcontext():
         thread = threading.Thread(target=write, args=("held",), name="held")

@@ -7,7 +7,7 @@ import torch
 from transformers import BartForCausalLM
 
 import hfspec
-from tests.models import ENCODER_DECODER, PAD, VOCAB, Scripted, both, build, noisy, prompt, shared
+from tests.models import ENCODER_DECODER, PAD, VOCAB, OnForward, Scripted, both, build, noisy, prompt, shared
 
 NEW = {"max_new_tokens": 16}
 SEEDED = {"do_sample": True, "top_k": 15}
@@ -41,7 +41,7 @@ def check(model, draft, call):
 def runs_of(module):
     """A list that grows with every forward."""
     runs = []
-    module.register_forward_hook(lambda *_: runs.append(1))
+    OnForward(module, after=lambda *_: runs.append(1))
     return runs
 
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from transformers import WhisperFeatureExtractor, WhisperTokenizer, pipeline
 
 import hfspec
-from tests.models import Scripted, both
+from tests.models import OnForward, Scripted, both
 from tests.multimodal.tiny import (
     EOT,
     LANG_EN,
@@ -108,7 +108,7 @@ def test_a_decoder_alone_hears_what_the_target_heard():
 def test_a_shared_encoder_runs_once_a_segment(num_segments):
     """As often as in vanilla."""
     model, runs = copy.deepcopy(whisper()), []
-    model.model.encoder.register_forward_hook(lambda *_: runs.append(1))
+    OnForward(model.model.encoder, after=lambda *_: runs.append(1))
     draft = noisy_copy(model)
     draft.model.encoder = model.model.encoder
     make = call("short" if num_segments == 1 else "long")

@@ -149,7 +149,7 @@ def test_rows_at_their_own_paces_draw_what_the_batch_draws(memory, order):
     }[order]
     torch.manual_seed(0)
     noise = SeededNoise()
-    rows = [RowNoise(noise, row, num_rows, runs_ahead=True) for row in range(num_rows)]
+    rows = RowNoise.of_batch(noise, num_rows, runs_ahead=True)
     drawn = [[], [], []]
     for row in turns:
         law = probs[len(drawn[row]), row : row + 1]
@@ -170,7 +170,7 @@ def test_any_paces_peeks_and_ends(data):
     try:
         torch.manual_seed(0)
         noise = SeededNoise()
-        rows = [RowNoise(noise, row, num_rows, runs_ahead=True) for row in range(num_rows)]
+        rows = RowNoise.of_batch(noise, num_rows, runs_ahead=True)
         drawn = [[] for _ in range(num_rows)]
         while unfinished := [row for row in range(num_rows) if len(drawn[row]) < lengths[row]]:
             row = data.draw(st.sampled_from(unfinished))
@@ -192,7 +192,7 @@ def test_rows_in_step_peek_at_what_the_batch_draws(memory):
     expected, state = batch_draws(probs, 6)
     torch.manual_seed(0)
     noise = SeededNoise()
-    rows = [RowNoise(noise, row, 3, runs_ahead=False) for row in range(3)]
+    rows = RowNoise.of_batch(noise, 3, runs_ahead=False)
     drawn = []
     for step in range(6):
         for ahead in range(min(3, 6 - step)):
@@ -209,7 +209,7 @@ def test_a_rows_bad_law_raises_vanillas_error():
     law = batch_laws(1, 1)[0]
     law[0, 3] = float("nan")
     with pytest.raises(RuntimeError, match="inf"):
-        RowNoise(SeededNoise(), 0, 2, runs_ahead=True).multinomial(law)
+        RowNoise.of_batch(SeededNoise(), 2, runs_ahead=True)[0].multinomial(law)
 
 
 def test_the_generator_moves_with_the_row_that_is_furthest():
@@ -217,7 +217,7 @@ def test_the_generator_moves_with_the_row_that_is_furthest():
     probs = batch_laws(6, 2)
     torch.manual_seed(0)
     noise = SeededNoise()
-    first, second = (RowNoise(noise, row, 2, runs_ahead=True) for row in range(2))
+    first, second = RowNoise.of_batch(noise, 2, runs_ahead=True)
     for number in range(1, 5):
         first.peek(probs[0, :1], 3)
         first.multinomial(probs[number, :1])
@@ -238,7 +238,7 @@ def test_rows_go_on_where_others_have_drawn():
     probs = batch_laws(6, 2)
     torch.manual_seed(0)
     noise = SeededNoise()
-    first, second = (RowNoise(noise, row, 2, runs_ahead=True) for row in range(2))
+    first, second = RowNoise.of_batch(noise, 2, runs_ahead=True)
     drawn = [int(first.multinomial(probs[number, :1])) for number in range(3)]
     torch.rand(1)
     state = torch.get_rng_state()
@@ -258,3 +258,20 @@ def test_memory_of_noise_is_bounded(monkeypatch):
     noise.peek(law, 200)
     assert len(noise._noise) <= 5
     assert torch.equal(noise.peek(law, 0), first)
+
+
+def test_what_all_rows_have_passed_is_not_kept():
+    """However long the text: states and noise are kept from the slowest row at work to the fastest."""
+    noise = SeededNoise()
+    fast, slow, short = RowNoise.of_batch(noise, 3, runs_ahead=True)
+    law = torch.full((1, 11), 1 / 11)
+    short.multinomial(law)
+    short.end()
+    for _ in range(200):
+        fast.multinomial(law)
+        slow.multinomial(law)
+    assert len(noise._states) <= 3
+    for _ in range(10):
+        fast.multinomial(law)
+    assert len(noise._states) <= 13
+    assert len(noise._noise) <= 12
