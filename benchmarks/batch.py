@@ -37,8 +37,7 @@ def main() -> None:
 
     pair = load_pair(TARGET, DRAFT, getattr(torch, arguments.dtype), is_draft_int8=arguments.draft_int8)
     pair.tokenizer.padding_side = "left"
-    budget = int(arguments.budget) if arguments.budget.isdigit() else arguments.budget
-    patched = hfspec.patch(copy.copy(pair.target), draft=pair.draft, draft_budget=budget)
+    patched = hfspec.patch(copy.copy(pair.target), draft=pair.draft, draft_budget=arguments.budget)
     console, results = Console(width=120), []
     for size in (int(each) for each in arguments.sizes.split(",")):
         texts = [as_text(pair.tokenizer, each) for each in spread(built_in(), size)]

@@ -139,7 +139,6 @@ def main() -> None:
     host.set_verbosity_error()
     host.disable_progress_bar()
     dtype: torch.dtype = getattr(torch, options.dtype)
-    budget = int(options.draft_budget) if options.draft_budget.isdigit() else options.draft_budget
 
     draft, _ = load(options.draft, torch.float32 if options.draft_int8 else dtype)
     if options.draft_int8:
@@ -163,7 +162,7 @@ def main() -> None:
             f"seconds a forward of the target over so many tokens: {widths}; of the draft over one: {draft_token:.3f}"
         )
 
-        hfspec.patch(patched, draft, draft_budget=budget)
+        hfspec.patch(patched, draft, draft_budget=options.draft_budget)
         methods = {"plain": plain, "hfspec": patched}
         prompts = spread(built_in(), options.limit)
         entries = compare(methods, tokenizer, prompts, options.tokens, options.repeats)

@@ -97,7 +97,7 @@ def bench(
         torch.set_num_threads(threads)
 
     names = parse_names(methods or size.methods)
-    draft_budget = DraftBudget.parse(int(budget) if budget.isdigit() else budget)
+    draft_budget = DraftBudget.parse(budget)
     chosen = spread(read(prompts) if prompts else built_in(), limit or size.limit)
     max_new_tokens = max_new_tokens or size.max_new_tokens
     sampling = Sampling(temperature if sample else None, seed)
