@@ -19,8 +19,7 @@ from hfspec.bench import machine
 from hfspec.bench.models import load_pair
 from hfspec.bench.prompts import as_text, built_in, spread
 from hfspec.compare import explain_rows
-
-TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
-    pair = load_pair(TARGET, DRAFT, getattr(torch, arguments.dtype), is_draft_int8=arguments.draft_int8)
+    pair = load_pair(DEFAULT_TARGET, DEFAULT_DRAFT, getattr(torch, arguments.dtype), is_draft_int8=arguments.draft_int8)
     pair.tokenizer.padding_side = "left"
     patched = hfspec.patch(copy.copy(pair.target), draft=pair.draft, draft_budget=arguments.budget)
     console, results = Console(width=120), []

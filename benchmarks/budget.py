@@ -28,9 +28,9 @@ from hfspec.bench.models import load_pair
 from hfspec.bench.prompts import built_in, encode
 from hfspec.budget.controller import Controller
 from hfspec.budget.experience import Experience
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.rounds import Draft, Outcome, Round
 
-TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 FIXED = (1, 2, 3, 5, 8, 16)
 ORDERS = 5
 #: Tokens of every prompt.
@@ -84,7 +84,7 @@ PRICES = (
 
 def record(num_tokens: int) -> list[Text]:
     """Run the pair in bf16 over the built-in prompts."""
-    pair = load_pair(TARGET, DRAFT, torch.bfloat16)
+    pair = load_pair(DEFAULT_TARGET, DEFAULT_DRAFT, torch.bfloat16)
     texts = []
     for prompt in built_in():
         inputs = encode(pair.tokenizer, prompt, "cpu")
@@ -218,7 +218,11 @@ def main() -> None:
     if options.command == "record":
         started = time.perf_counter()
         texts = record(options.tokens)
-        conditions = describe() | {"target": TARGET, "draft": DRAFT, "seconds": time.perf_counter() - started}
+        conditions = describe() | {
+            "target": DEFAULT_TARGET,
+            "draft": DEFAULT_DRAFT,
+            "seconds": time.perf_counter() - started,
+        }
         options.path.parent.mkdir(parents=True, exist_ok=True)
         options.path.write_text(
             json.dumps({"conditions": conditions, "texts": [asdict(each) for each in texts]}) + "\n"

@@ -16,9 +16,9 @@ import torch
 import hfspec
 from hfspec.bench import machine
 from hfspec.bench.prompts import as_text, built_in, spread
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.weights import load
 
-TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 WAYS = ("plain", "hfspec")
 
 
@@ -49,13 +49,13 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, int]:
     """Peak resident memory of one call, weights included."""
-    model, tokenizer = load(TARGET, torch.bfloat16)
+    model, tokenizer = load(DEFAULT_TARGET, torch.bfloat16)
     tokenizer.padding_side = "left"
     texts = [as_text(tokenizer, each) for each in spread(built_in(), arguments.rows)]
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     draft_bytes = 0
     if arguments.way == "hfspec":
-        draft = load(DRAFT, torch.bfloat16)[0]
+        draft = load(DEFAULT_DRAFT, torch.bfloat16)[0]
         draft_bytes = sum(weight.nbytes for weight in draft.parameters())
         hfspec.patch(model, draft=draft, draft_budget=arguments.budget)
     model.generate(**inputs, max_new_tokens=arguments.max_new_tokens, do_sample=False)

@@ -29,10 +29,9 @@ from hfspec.bench.machine import describe
 from hfspec.bench.models import quantize
 from hfspec.bench.prompts import Prompt, built_in, encode, spread
 from hfspec.compare import explain_difference
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.weights import load, resolve
 
-TARGET = "Qwen/Qwen2.5-Coder-1.5B-Instruct"
-DRAFT = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 WARM_UP_TOKENS = 6
 
 
@@ -122,8 +121,8 @@ def compare(
 def main() -> None:
     """Measure forwards by width, then the prompts; print, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description="Plain and speculative decoding of a disk-offloaded target.")
-    parser.add_argument("--target", default=TARGET, help="one whose layers are at model.layers")
-    parser.add_argument("--draft", default=DRAFT)
+    parser.add_argument("--target", default=DEFAULT_TARGET, help="one whose layers are at model.layers")
+    parser.add_argument("--draft", default=DEFAULT_DRAFT)
     parser.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the target and the draft"
     )

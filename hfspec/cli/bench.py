@@ -28,6 +28,7 @@ from hfspec.bench.models import Sampling, load_pair
 from hfspec.bench.prompts import Prompt, built_in, encode, read, spread
 from hfspec.cli.dtypes import Dtype
 from hfspec.config import DraftBudget
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 _ALL_METHODS = "plain,hf-assisted,hf-assisted-constant,hf-assisted-heuristic,hf-prompt-lookup,hfspec"
 
@@ -47,8 +48,8 @@ _QUICK = _Size(limit=6, max_new_tokens=64, methods="plain,hf-assisted,hfspec")
 
 def bench(
     ctx: typer.Context,
-    target: Annotated[str, typer.Option(help="The model to speed up.")] = "Qwen/Qwen2.5-Coder-1.5B-Instruct",
-    draft: Annotated[str, typer.Option(help="The small model.")] = "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    target: Annotated[str, typer.Option(help="The model to speed up.")] = DEFAULT_TARGET,
+    draft: Annotated[str, typer.Option(help="The small model.")] = DEFAULT_DRAFT,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Prompts in Spec-Bench's form (JSON lines); else 24 built-in ones of six kinds."),

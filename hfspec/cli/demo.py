@@ -22,6 +22,7 @@ from hfspec.cli.dtypes import Dtype
 from hfspec.cli.output import AsJson, print_json
 from hfspec.compare import Verdict, explain_difference
 from hfspec.metrics import Metrics
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.weights import load
 
 PROMPTS = (
@@ -57,8 +58,8 @@ class Measured:
 
 
 def demo(
-    target: Annotated[str, typer.Option(help="The model to speed up.")] = "Qwen/Qwen2.5-Coder-1.5B-Instruct",
-    draft: Annotated[str, typer.Option(help="The small model.")] = "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    target: Annotated[str, typer.Option(help="The model to speed up.")] = DEFAULT_TARGET,
+    draft: Annotated[str, typer.Option(help="The small model.")] = DEFAULT_DRAFT,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer, at most.")] = 96,
     num_prompts: Annotated[int, typer.Option(min=1, max=len(PROMPTS), help="How many prompts to run.")] = 5,
     dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16 if the hardware has it.")] = Dtype.AUTO,
