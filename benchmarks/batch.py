@@ -17,7 +17,7 @@ from rich.table import Table
 import hfspec
 from hfspec.bench import machine
 from hfspec.bench.models import load_pair
-from hfspec.bench.prompts import as_text, built_in, spread
+from hfspec.bench.prompts import built_in, encode, spread
 from hfspec.compare import explain_rows
 from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
@@ -35,13 +35,11 @@ def main() -> None:
     arguments = parser.parse_args()
 
     pair = load_pair(DEFAULT_TARGET, DEFAULT_DRAFT, getattr(torch, arguments.dtype), is_draft_int8=arguments.draft_int8)
-    pair.tokenizer.padding_side = "left"
     patched = hfspec.patch(copy.copy(pair.target), draft=pair.draft, draft_budget=arguments.budget)
     console, results = Console(width=120), []
     for size in (int(each) for each in arguments.sizes.split(",")):
-        texts = [as_text(pair.tokenizer, each) for each in spread(built_in(), size)]
-        inputs = pair.tokenizer(texts, return_tensors="pt", padding=True)
-        results.append(measure(pair.target, patched, dict(inputs), size, arguments))
+        inputs = encode(pair.tokenizer, spread(built_in(), size), pair.device)
+        results.append(measure(pair.target, patched, inputs, size, arguments))
         console.print(table(results))
     if arguments.json:
         conditions = machine.describe() | {"arguments": vars(arguments) | {"json": str(arguments.json)}}

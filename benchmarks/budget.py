@@ -87,7 +87,7 @@ def record(num_tokens: int) -> list[Text]:
     pair = load_pair(DEFAULT_TARGET, DEFAULT_DRAFT, torch.bfloat16)
     texts = []
     for prompt in built_in():
-        inputs = encode(pair.tokenizer, prompt, "cpu")
+        inputs = encode(pair.tokenizer, [prompt], "cpu")
         with torch.no_grad():
             ids = pair.target.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
             num_new = ids.shape[1] - inputs["input_ids"].shape[1]

@@ -15,7 +15,7 @@ import torch
 
 import hfspec
 from hfspec.bench import machine
-from hfspec.bench.prompts import as_text, built_in, spread
+from hfspec.bench.prompts import built_in, encode, spread
 from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.weights import load
 
@@ -50,9 +50,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, int]:
     """Peak resident memory of one call, weights included."""
     model, tokenizer = load(DEFAULT_TARGET, torch.bfloat16)
-    tokenizer.padding_side = "left"
-    texts = [as_text(tokenizer, each) for each in spread(built_in(), arguments.rows)]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    inputs = encode(tokenizer, spread(built_in(), arguments.rows), "cpu")
     draft_bytes = 0
     if arguments.way == "hfspec":
         draft = load(DEFAULT_DRAFT, torch.bfloat16)[0]

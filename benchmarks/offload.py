@@ -84,10 +84,10 @@ def compare(
     """Run every prompt by both methods, in turn; one entry a prompt, with medians in seconds a token."""
     call = {"max_new_tokens": num_tokens, "do_sample": False}
     for model in methods.values():
-        model.generate(**encode(tokenizer, prompts[0], "cpu"), **(call | {"max_new_tokens": WARM_UP_TOKENS}))
+        model.generate(**encode(tokenizer, prompts[:1], "cpu"), **(call | {"max_new_tokens": WARM_UP_TOKENS}))
     entries = []
     for prompt in prompts:
-        inputs = encode(tokenizer, prompt, "cpu")
+        inputs = encode(tokenizer, [prompt], "cpu")
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         texts: dict[str, torch.Tensor] = {}
         counted: list[dict[str, Any]] = []

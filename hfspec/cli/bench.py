@@ -118,7 +118,7 @@ def bench(
     }
 
     pair = load_pair(target, draft, torch_dtype, is_draft_int8=draft_int8, is_draft_random=draft_random)
-    inputs = [(prompt, encode(pair.tokenizer, prompt, pair.device)) for prompt in chosen]
+    inputs = [(prompt, encode(pair.tokenizer, [prompt], pair.device)) for prompt in chosen]
     with pair.choosing_by(sampling), _quiet_host(), _progress(len(inputs) * len(names) * repeats) as note:
         results = measure(build(names, pair, draft_budget), inputs, sampling, max_new_tokens, repeats, note)
     found = report.build(results, conditions)
