@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
+    conditions = machine.describe("python benchmarks/batch.py")
     pair = load_pair(DEFAULT_TARGET, DEFAULT_DRAFT, getattr(torch, arguments.dtype), is_draft_int8=arguments.draft_int8)
     patched = hfspec.patch(copy.copy(pair.target), draft=pair.draft, draft_budget=arguments.budget)
     console, results = Console(width=120), []
@@ -42,7 +43,7 @@ def main() -> None:
         results.append(measure(pair.target, patched, inputs, size, arguments))
         console.print(table(results))
     if arguments.json:
-        conditions = machine.describe() | {"arguments": vars(arguments) | {"json": str(arguments.json)}}
+        conditions["arguments"] = vars(arguments) | {"json": str(arguments.json)}
         arguments.json.write_text(json.dumps({"conditions": conditions, "results": results}, indent=2) + "\n")
 
 

@@ -216,13 +216,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of an answer, when recording")
     options = parser.parse_args()
     if options.command == "record":
+        conditions = describe("python benchmarks/budget.py") | {"target": DEFAULT_TARGET, "draft": DEFAULT_DRAFT}
         started = time.perf_counter()
         texts = record(options.tokens)
-        conditions = describe() | {
-            "target": DEFAULT_TARGET,
-            "draft": DEFAULT_DRAFT,
-            "seconds": time.perf_counter() - started,
-        }
+        conditions["seconds"] = time.perf_counter() - started
         options.path.parent.mkdir(parents=True, exist_ok=True)
         options.path.write_text(
             json.dumps({"conditions": conditions, "texts": [asdict(each) for each in texts]}) + "\n"

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -134,6 +133,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    conditions = describe("python benchmarks/offload.py")
     host: Any = host_logging
     host.set_verbosity_error()
     host.disable_progress_bar()
@@ -171,8 +171,7 @@ def main() -> None:
     print(f"{'all':20} {overall:.2f}× (geometric mean), worst {min(speed_ups):.2f}×, best {max(speed_ups):.2f}×")
     if options.json:
         result = {
-            "command": " ".join(sys.argv),
-            "conditions": describe(),
+            "conditions": conditions,
             "options": {name: str(value) for name, value in vars(options).items()},
             "target_forward_seconds": by_width,
             "draft_forward_seconds": draft_token,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 from transformers.generation.streamers import BaseStreamer
 
@@ -104,8 +105,6 @@ def measure(
     report: Report,
 ) -> Results:
     """Warm every method up, then run everything `repeats` times."""
-    import psutil  # in the `bench` extra: the rest of the command line does without
-
     ready, not_run = _warm_up(methods, prompts[0][1])
     process = psutil.Process()
     runs: list[Run] = []

@@ -4,12 +4,10 @@ Options, progress and printing; what is measured, and how, is in `hfspec.bench`.
 """
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,7 +45,6 @@ _QUICK = _Size(limit=6, max_new_tokens=64, methods="plain,hf-assisted,hfspec")
 
 
 def bench(
-    ctx: typer.Context,
     target: Annotated[str, typer.Option(help="The model to speed up.")] = DEFAULT_TARGET,
     draft: Annotated[str, typer.Option(help="The small model.")] = DEFAULT_DRAFT,
     prompts: Annotated[
@@ -103,8 +100,7 @@ def bench(
     max_new_tokens = max_new_tokens or size.max_new_tokens
     sampling = Sampling(temperature if sample else None, seed)
     torch_dtype = dtype.resolve("cuda" if torch.cuda.is_available() else "cpu")
-    conditions = machine.describe() | {
-        "command": _command(ctx),
+    conditions = machine.describe("hfspec") | {
         "target": target,
         "draft": draft,
         "draft_kind": _draft_kind(draft_int8, draft_random),
@@ -137,12 +133,10 @@ def _check(json_path: Path | None, chart_path: Path | None) -> None:
     """Fail now rather than after the measurements.
 
     Raises:
-        BenchError: a package of the `bench` extra is missing, or an output's folder.
+        BenchError: matplotlib is needed and missing, or an output's folder is.
     """
-    needed = ["psutil"] if chart_path is None else ["psutil", "matplotlib"]
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise BenchError(f"hfspec bench needs {' and '.join(missing)}: pip install 'hfspec[bench]'.")
+    if chart_path is not None and find_spec("matplotlib") is None:
+        raise BenchError("--chart needs matplotlib: pip install 'hfspec[bench]'.")
     for path in (json_path, chart_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"{path} cannot be written: there is no folder {path.parent}.")
@@ -151,19 +145,6 @@ def _check(json_path: Path | None, chart_path: Path | None) -> None:
 def _draft_kind(is_int8: bool, is_random: bool) -> str:
     kinds = [word for word, is_meant in (("int8", is_int8), ("random weights", is_random)) if is_meant]
     return f" ({', '.join(kinds)})" if kinds else ""
-
-
-def _command(ctx: typer.Context) -> str:
-    """The command line, rebuilt from the options that were given."""
-    words = ["hfspec", "bench"]
-    for option in ctx.command.params:
-        source = ctx.get_parameter_source(option.name or "")
-        if source is None or source.name != "COMMANDLINE":
-            continue
-        value = ctx.params[option.name or ""]
-        value = value.value if isinstance(value, Enum) else value
-        words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
-    return shlex.join(words)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from hfspec.bench import machine
 from hfspec.bench.ideal import best_speedup
 from hfspec.cache.support import draft_problem, target_problem
 from hfspec.cli.output import AsJson, print_json, print_pairs
@@ -120,6 +121,7 @@ def examine(target: Candidate, draft: Candidate | None) -> dict[str, Any]:
     """Everything the command knows about a target and perhaps a draft, ready for JSON."""
     problem = target_problem(target.config)
     report: dict[str, Any] = {
+        "command": machine.command("hfspec"),
         "target": target.name,
         "architecture": target.config.model_type,
         "target_parameters": target.num_parameters,

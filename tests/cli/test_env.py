@@ -24,7 +24,7 @@ def test_json_has_versions_devices_and_cache(cache: Path):
     facts = json.loads(result.stdout)
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"]["transformers"] == transformers.__version__
-    assert facts["devices"]["torch threads"] == torch.get_num_threads()
+    assert facts["devices"]["threads"] == torch.get_num_threads()
     assert facts["cache"] == {"folder": str(cache), "models": {}}
 
 
