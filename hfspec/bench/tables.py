@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hfspec.bench import words
 from hfspec.bench.methods import HFSPEC, NAMES, PLAIN
 from hfspec.bench.report import Report, Row, Speculation, Summary
 
@@ -38,16 +39,11 @@ def _prompt_table(report: Report) -> Table:
 
 
 def _conditions(report: Report) -> Text:
-    """Pair, machine and call in two lines."""
-    asked, machine = report.conditions, report.conditions["machine"]
-    versions = asked["versions"]
-    draft = asked["draft"] + asked["draft_kind"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads of {machine['cores']} cores"
+    """Pair, call and machine in two lines."""
+    asked = report.conditions
     return Text(
-        f"{asked['target']} ← {draft}, {asked['dtype']}, {asked['choice']}, "
-        f"{asked['num_prompts']} prompts × {asked['max_new_tokens']} tokens × {asked['repeats']}\n"
-        f"{where}; torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"hfspec {versions['hfspec']}"
+        f"{words.pair(asked)}, {words.task(asked)}\n"
+        f"{words.place(asked)}; {words.host(asked)}, hfspec {asked['versions']['hfspec']}"
     )
 
 
@@ -102,7 +98,7 @@ def _time_table(report: Report) -> Table:
     )
     for name, item in _speculations(report, table):
         shares = [f"{share:.1f}" for share in item.shares.values()]
-        table.add_row(name, *shares, _number(item.overhead_ms_per_token))
+        table.add_row(name, *shares, words.number(item.overhead_ms_per_token))
     return table
 
 
@@ -120,7 +116,7 @@ def _ideal_table(report: Report) -> Table:
     for name, item in _speculations(report, table):
         numbers = (item.acceptance_rate, item.tokens_per_round, item.achieved, item.ideal)
         length = "–" if item.ideal_length is None else str(item.ideal_length)
-        table.add_row(name, *map(_number, numbers), length, _number(item.achieved_of_ideal))
+        table.add_row(name, *map(words.number, numbers), length, words.number(item.achieved_of_ideal))
     return table
 
 
@@ -157,23 +153,11 @@ def _differences(row: Row) -> Iterator[Text]:
 def _sameness(item: Summary) -> str:
     if item.method == PLAIN:
         return "–"
-    if not item.num_compared:
-        return "other draws by design"
-    text = f"{item.num_identical} of {item.num_compared}"
-    num_other = item.num_compared - item.num_identical - item.num_near_ties
-    if item.num_near_ties:
-        text += f", near-ties: {item.num_near_ties}"
-    if num_other:
-        text += f", OTHER: {num_other}"
-    return text
+    return words.sameness(item.num_compared, item.num_identical, item.num_near_ties)
 
 
 def _speedup(value: float) -> Text:
-    return Text(f"{value:.2f}×", style="red" if value < 0.995 else "")
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return Text(words.speedup(value), style="red" if value < 0.995 else "")
 
 
 def _table(title: str, first: str, *headings: str) -> Table:
