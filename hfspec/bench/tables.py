@@ -1,6 +1,7 @@
 """A report as tables for a terminal. A method that is slower than plain is shown like any other, in red."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from rich import box
 from rich.console import RenderableType
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from hfspec.bench import words
 from hfspec.bench.methods import HFSPEC, NAMES, PLAIN
-from hfspec.bench.report import Report, Row, Speculation, Summary
+from hfspec.bench.report import Report, Speculation, Summary
 
 ALL = "all"
 
@@ -23,7 +24,8 @@ def everything(report: Report) -> Iterator[RenderableType]:
     if HFSPEC in report.methods:
         yield _time_table(report)
         yield _ideal_table(report)
-    yield from _notes(report)
+    yield from notes(report)
+    yield _memory(report)
 
 
 def _prompt_table(report: Report) -> Table:
@@ -66,7 +68,7 @@ def _method_table(report: Report) -> Table:
             f"{item.tokens_per_second:.1f}",
             *map(_speedup, speedups),
             f"{item.ttft_ms:.0f} ms",
-            _sameness(item),
+            sameness(item),
         )
     for name in report.not_run:
         table.add_row(name, *["–"] * 6, "could not run (below)")
@@ -130,27 +132,32 @@ def _speculations(report: Report, table: Table) -> Iterator[tuple[str, Speculati
             yield category or ALL, speculation
 
 
-def _notes(report: Report) -> Iterator[Text]:
+def notes(report: Report, labels: Mapping[str, str] = MappingProxyType({})) -> Iterator[Text]:
+    """Every difference from plain's tokens, every method that could not run, and why hfspec ran plain.
+
+    Args:
+        labels: what methods are called, where that is not their name.
+    """
     for row in report.rows:
-        yield from _differences(row)
+        for summary in dict.fromkeys(verdict.summary() for verdict in row.verdicts if not verdict.identical):
+            yield Text(f"{labels.get(row.method, row.method)}, {row.prompt_id}: {summary}")
     for name, reason in report.not_run.items():
-        yield Text(f"{name} could not run: {reason}")
+        yield Text(f"{labels.get(name, name)} could not run: {reason}")
     if HFSPEC in report.methods:
         speculation = report.summary(HFSPEC).speculation
         for reason, times in (speculation.fallback_reasons if speculation else {}).items():
             yield Text(f"hfspec ran plain {times}×: {reason}")
+
+
+def _memory(report: Report) -> Text:
     line = f"most memory of the process at the end of a call: {report.peak_rss_bytes / 1e9:.2f} GB"
     if report.peak_gpu_bytes:
         line += f"; most on the GPU: {report.peak_gpu_bytes / 1e9:.2f} GB"
-    yield Text(line)
+    return Text(line)
 
 
-def _differences(row: Row) -> Iterator[Text]:
-    for summary in dict.fromkeys(verdict.summary() for verdict in row.verdicts if not verdict.identical):
-        yield Text(f"{row.method}, {row.prompt_id}: {summary}")
-
-
-def _sameness(item: Summary) -> str:
+def sameness(item: Summary) -> str:
+    """How many of a method's outputs were plain's."""
     if item.method == PLAIN:
         return "–"
     return words.sameness(item.num_compared, item.num_identical, item.num_near_ties)

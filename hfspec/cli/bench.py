@@ -5,26 +5,23 @@ Options, progress and printing; what is measured, and how, is in `hfspec.bench`.
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers.utils import logging as host_logging
 
 from hfspec.bench import chart, machine, report, tables
 from hfspec.bench.errors import BenchError
-from hfspec.bench.measure import Report, measure
+from hfspec.bench.measure import measure
 from hfspec.bench.methods import build, parse_names
 from hfspec.bench.models import Sampling, load_pair
-from hfspec.bench.prompts import Prompt, built_in, encode, read, spread
+from hfspec.bench.prompts import built_in, encode, read, spread
 from hfspec.cli.dtypes import Dtype
+from hfspec.cli.running import progress
 from hfspec.config import DraftBudget
 from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
@@ -115,7 +112,7 @@ def bench(
 
     pair = load_pair(target, draft, torch_dtype, is_draft_int8=draft_int8, is_draft_random=draft_random)
     inputs = [(prompt, encode(pair.tokenizer, [prompt], pair.device)) for prompt in chosen]
-    with pair.choosing_by(sampling), _quiet_host(), _progress(len(inputs) * len(names) * repeats) as note:
+    with pair.choosing_by(sampling), progress(len(inputs) * len(names) * repeats) as note:
         results = measure(build(names, pair, draft_budget), inputs, sampling, max_new_tokens, repeats, note)
     found = report.build(results, conditions)
 
@@ -145,32 +142,3 @@ def _check(json_path: Path | None, chart_path: Path | None) -> None:
 def _draft_kind(is_int8: bool, is_random: bool) -> str:
     kinds = [word for word, is_meant in (("int8", is_int8), ("random weights", is_random)) if is_meant]
     return f" ({', '.join(kinds)})" if kinds else ""
-
-
-@contextmanager
-def _quiet_host() -> Iterator[None]:
-    """Hear only errors from transformers for a while: its assisted generation warns of its own arguments."""
-    before = host_logging.get_verbosity()
-    host: Any = host_logging
-    host.set_verbosity_error()
-    try:
-        yield
-    finally:
-        host.set_verbosity(before)
-
-
-@contextmanager
-def _progress(num_runs: int) -> Iterator[Report]:
-    """A bar on standard error, moved on by each call of what it yields."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("warming up", total=num_runs)
-        num_begun = 0
-
-        def note(prompt: Prompt, method: str) -> None:
-            nonlocal num_begun
-            bar.update(task, description=f"{prompt.category}, {prompt.id}: {method}", completed=num_begun)
-            num_begun += 1
-
-        yield note
-        bar.update(task, description="measured", completed=num_begun, total=num_begun)
