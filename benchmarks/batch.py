@@ -1,6 +1,6 @@
 """Batches: plain and hfspec on the same rows, in turn, in one process; every row compared with plain's batch.
 
-Write what is measured with `python benchmarks/batch.py --json benchmarks/results/cpu-batch.json`.
+Write what is measured with `python benchmarks/batch.py --output benchmarks/results/cpu-batch.json`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--draft-int8", action="store_true")
     parser.add_argument("--budget", default="auto", help="draft budget: auto, ratio, or a number")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="write what is measured here, as JSON")
     arguments = parser.parse_args()
 
     conditions = machine.describe("python benchmarks/batch.py")
@@ -42,9 +42,9 @@ def main() -> None:
         inputs = encode(pair.tokenizer, spread(built_in(), size), pair.device)
         results.append(measure(pair.target, patched, inputs, size, arguments))
         console.print(table(results))
-    if arguments.json:
-        conditions["arguments"] = vars(arguments) | {"json": str(arguments.json)}
-        arguments.json.write_text(json.dumps({"conditions": conditions, "results": results}, indent=2) + "\n")
+    if arguments.output:
+        conditions["arguments"] = vars(arguments) | {"output": str(arguments.output)}
+        arguments.output.write_text(json.dumps({"conditions": conditions, "results": results}, indent=2) + "\n")
 
 
 def measure(plain, patched, inputs, size, arguments) -> dict:

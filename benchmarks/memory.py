@@ -1,6 +1,6 @@
 """Peak memory of a ragged batch against plain's and the draft's, each measured in a process of its own.
 
-Run it with `python benchmarks/memory.py --rows 8 --json benchmarks/results/cpu-batch-memory.json`. The bar is
+Run it with `python benchmarks/memory.py --rows 8 --output benchmarks/results/cpu-batch-memory.json`. The bar is
 plain's peak + the draft's weights + 10 %.
 """
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--budget", type=int, default=3, help="draft tokens a round")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="write what is measured here, as JSON")
     parser.add_argument("--way", choices=WAYS, help="measure this way in this process, and print it")
     arguments = parser.parse_args()
     if arguments.way:
@@ -44,8 +44,8 @@ def main() -> None:
     allowed = 1.1 * (found["plain"]["peak_bytes"] + found["hfspec"]["draft_bytes"])
     result = found | {"share_of_allowed": found["hfspec"]["peak_bytes"] / allowed, "conditions": conditions}
     print(json.dumps(result, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, int]:

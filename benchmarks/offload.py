@@ -5,7 +5,7 @@ verification costs no more than a plain token. The draft is in memory. Where the
 its file cache keeps the weights after the first forward; `--cold` makes it forget them before every forward,
 as on a machine that is too small for the model. What hfspec learns stays with it from prompt to prompt.
 
-    OMP_WAIT_POLICY=passive python benchmarks/offload.py --json benchmarks/out/offload.json
+    OMP_WAIT_POLICY=passive python benchmarks/offload.py --output benchmarks/out/offload.json
 """
 
 import argparse
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=6, help="prompts")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="write what is measured here, as JSON")
     options = parser.parse_args()
     conditions = describe("python benchmarks/offload.py")
     host: Any = host_logging
@@ -169,7 +169,7 @@ def main() -> None:
     speed_ups = [entry["speed_up"] for entry in entries]
     overall = statistics.geometric_mean(speed_ups)
     print(f"{'all':20} {overall:.2f}× (geometric mean), worst {min(speed_ups):.2f}×, best {max(speed_ups):.2f}×")
-    if options.json:
+    if options.output:
         result = {
             "conditions": conditions,
             "options": {name: str(value) for name, value in vars(options).items()},
@@ -178,8 +178,8 @@ def main() -> None:
             "prompts": entries,
             "speed_up": {"geometric_mean": overall, "worst": min(speed_ups), "best": max(speed_ups)},
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

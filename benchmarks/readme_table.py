@@ -1,4 +1,4 @@
-"""The README's benchmark tables, made from what `hfspec bench --json` wrote: one table a result file, in order.
+"""The README's benchmark tables, made from what `hfspec bench --output` wrote: one table a result file, in order.
 
 Rows are categories and, last, all prompts; cells are speed-ups over plain `generate()`, the losing ones included.
 
@@ -91,14 +91,14 @@ def split(text: str, name: str) -> tuple[str, str, str]:
     return before + BEGIN, between, END + after
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print, write or check."""
     parser = argparse.ArgumentParser(description="The README's benchmark tables from result files.")
-    parser.add_argument("results", type=Path, nargs="*", help="JSON files that `hfspec bench --json` wrote")
+    parser.add_argument("results", type=Path, nargs="*", help="JSON files that `hfspec bench --output` wrote")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between its markers")
     mode.add_argument("--check", type=Path, metavar="DOCUMENT", help="fail unless they are what stands there")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     document: Path | None = options.write or options.check
     if document is None:
         if not options.results:

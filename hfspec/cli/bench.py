@@ -3,7 +3,6 @@
 Options, progress and printing; what is measured, and how, is in `hfspec.bench`.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from hfspec.bench.methods import build, parse_names
 from hfspec.bench.models import Sampling, load_pair
 from hfspec.bench.prompts import built_in, encode, read, spread
 from hfspec.cli.dtypes import Dtype
+from hfspec.cli.output import AsJson, as_text, print_json
 from hfspec.cli.running import progress
 from hfspec.config import DraftBudget
 from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
@@ -74,10 +74,9 @@ def bench(
         bool,
         typer.Option("--quick", help="One prompt of each kind, 64 tokens, three methods."),
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write everything here, with versions and machine.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write everything here as JSON, beside what is printed.")] = None,
     chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw speed-ups by category here (PNG).")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how much faster generate() gets here.
 
@@ -86,7 +85,7 @@ def bench(
     Speeds, first tokens and the tokens themselves are compared with plain generate(); for hfspec also where
     the time goes, and how near it comes to what the draft would allow.
     """
-    _check(json_path, chart_path)
+    _check(output, chart_path)
     size = _QUICK if quick else _FULL
     if threads is not None:
         torch.set_num_threads(threads)
@@ -116,17 +115,20 @@ def bench(
         results = measure(build(names, pair, draft_budget), inputs, sampling, max_new_tokens, repeats, note)
     found = report.build(results, conditions)
 
-    # Into a file or a pipe rich would write 80 columns, too few for six methods.
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    for part in tables.everything(found):
-        console.print(part)
-    if json_path is not None:
-        json_path.write_text(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        # Into a file or a pipe rich would write 80 columns, too few for six methods.
+        console = Console(width=None if sys.stdout.isatty() else 110)
+        for part in tables.everything(found):
+            console.print(part)
+    if output is not None:
+        output.write_text(as_text(found.to_dict()) + "\n", encoding="utf-8")
     if chart_path is not None:
         chart.draw(found, chart_path)
 
 
-def _check(json_path: Path | None, chart_path: Path | None) -> None:
+def _check(output: Path | None, chart_path: Path | None) -> None:
     """Fail now rather than after the measurements.
 
     Raises:
@@ -134,7 +136,7 @@ def _check(json_path: Path | None, chart_path: Path | None) -> None:
     """
     if chart_path is not None and find_spec("matplotlib") is None:
         raise BenchError("--chart needs matplotlib: pip install 'hfspec[bench]'.")
-    for path in (json_path, chart_path):
+    for path in (output, chart_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"{path} cannot be written: there is no folder {path.parent}.")
 

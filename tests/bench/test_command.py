@@ -23,7 +23,7 @@ def run(pair_folders: tuple[str, str], tmp_path: Path) -> Any:
 
     def invoke(*words: str) -> tuple[str, dict[str, Any]]:
         path = tmp_path / "bench.json"
-        fixed = ["--target", target, "--draft", draft, "--dtype", "float32", "--json", str(path)]
+        fixed = ["--target", target, "--draft", draft, "--dtype", "float32", "--output", str(path)]
         outcome = CliRunner().invoke(app, [*fixed, "--max-new-tokens", "6", *words], catch_exceptions=False)
         assert outcome.exit_code == 0, outcome.output
         return outcome.output, json.loads(path.read_text())
@@ -43,6 +43,11 @@ def test_every_method_is_measured_and_gives_plains_tokens(run: Any) -> None:
     assert found["peak_rss_bytes"] > 0
     assert "Speed-up by category" in text
     assert "Passing" not in text
+
+
+def test_the_json_goes_to_standard_output_where_it_is_asked_for(run: Any) -> None:
+    text, found = run("--limit", "1", "--methods", "hfspec", "--json")
+    assert json.loads(text[text.index("{") :]) == found
 
 
 def test_the_chart_is_a_picture(run: Any, tmp_path: Path) -> None:
@@ -87,7 +92,7 @@ def test_quick_is_one_prompt_of_each_kind_by_three_methods(run: Any) -> None:
 
 def test_an_output_that_cannot_be_written_is_found_before_measuring(run: Any, tmp_path: Path) -> None:
     with pytest.raises(HfspecError, match="no folder"):
-        run("--json", str(tmp_path / "missing" / "bench.json"))
+        run("--output", str(tmp_path / "missing" / "bench.json"))
 
 
 def test_a_method_that_refuses_the_pair_is_reported(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

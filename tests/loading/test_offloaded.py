@@ -103,7 +103,7 @@ def test_the_benchmark_of_it(stand_ins, tmp_path, monkeypatch, capsys):
     """`benchmarks/offload.py` runs a pair to the end, finds the same tokens, and writes what it says."""
     offload = benchmark("offload")
     written = tmp_path / "out" / "offload.json"
-    options = {"--dtype": "float32", "--limit": "2", "--tokens": "12", "--repeats": "2", "--json": str(written)}
+    options = {"--dtype": "float32", "--limit": "2", "--tokens": "12", "--repeats": "2", "--output": str(written)}
     monkeypatch.setattr(sys, "argv", ["offload.py", "--cold", *(each for pair in options.items() for each in pair)])
     offload.main()
     result = json.loads(written.read_text())
