@@ -64,7 +64,7 @@ def measure(plain, patched, inputs, size, arguments) -> dict:
     return {
         "rows": size,
         "seconds": seconds,
-        "speed_up": medians["plain"] / medians["hfspec"],
+        "speedup": medians["plain"] / medians["hfspec"],
         "acceptance_rate": last.acceptance_rate,
         "tokens_per_round": last.tokens_per_round,
         "metrics": last.to_dict(),
@@ -82,7 +82,7 @@ def table(results: list[dict]) -> Table:
         shown.add_row(
             str(each["rows"]),
             *(f"{value:.1f}" for value in medians),
-            f"{each['speed_up']:.2f}×",
+            f"{each['speedup']:.2f}×",
             f"{each['acceptance_rate'] or 0:.2f}",
             f"{each['tokens_per_round'] or 0:.2f}",
             f"{each['same_rows']} of {each['rows']}",

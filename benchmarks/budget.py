@@ -138,7 +138,7 @@ class Row:
         return outcome
 
 
-def speed_up(
+def speedup(
     texts: Sequence[Text], experience: Experience, prices: Prices, budget: DraftBudget, machine: Machine | None = None
 ) -> float:
     """Against plain decoding of the same batch; what is learned stays in `experience`.
@@ -186,7 +186,7 @@ def replay(
         experience, shuffled, machine = Experience(), list(texts), Machine(order) if is_busy else None
         random.Random(order).shuffle(shuffled)
         for start in range(0, len(shuffled) - prices.rows + 1, prices.rows):
-            found.append(speed_up(shuffled[start : start + prices.rows], experience, prices, budget, machine))
+            found.append(speedup(shuffled[start : start + prices.rows], experience, prices, budget, machine))
     return found
 
 

@@ -102,14 +102,14 @@ def compare(
         entry = {
             "prompt": prompt.id,
             "seconds_per_token": medians,
-            "speed_up": medians["plain"] / medians["hfspec"],
+            "speedup": medians["plain"] / medians["hfspec"],
             "same_tokens": verdict.identical,
             "verdict": verdict.summary(),
             "hfspec": counted,
         }
         print(
             f"{prompt.id:20} plain {medians['plain']:.2f} s a token, hfspec {medians['hfspec']:.2f}: "
-            f"{entry['speed_up']:.2f}×   acceptance {counted[-1]['acceptance_rate'] or 0:.2f}, "
+            f"{entry['speedup']:.2f}×   acceptance {counted[-1]['acceptance_rate'] or 0:.2f}, "
             f"{counted[-1]['tokens_per_round'] or 1:.2f} tokens a round   {verdict.summary()}",
             flush=True,
         )
@@ -166,9 +166,9 @@ def main() -> None:
         prompts = spread(built_in(), options.limit)
         entries = compare(methods, tokenizer, prompts, options.tokens, options.repeats)
 
-    speed_ups = [entry["speed_up"] for entry in entries]
-    overall = statistics.geometric_mean(speed_ups)
-    print(f"{'all':20} {overall:.2f}× (geometric mean), worst {min(speed_ups):.2f}×, best {max(speed_ups):.2f}×")
+    speedups = [entry["speedup"] for entry in entries]
+    overall = statistics.geometric_mean(speedups)
+    print(f"{'all':20} {overall:.2f}× (geometric mean), worst {min(speedups):.2f}×, best {max(speedups):.2f}×")
     if options.output:
         result = {
             "conditions": conditions,
@@ -176,7 +176,7 @@ def main() -> None:
             "target_forward_seconds": by_width,
             "draft_forward_seconds": draft_token,
             "prompts": entries,
-            "speed_up": {"geometric_mean": overall, "worst": min(speed_ups), "best": max(speed_ups)},
+            "speedup": {"geometric_mean": overall, "worst": min(speedups), "best": max(speedups)},
         }
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -108,7 +108,7 @@ def test_the_benchmark_of_it(stand_ins, tmp_path, monkeypatch, capsys):
     offload.main()
     result = json.loads(written.read_text())
     assert len(result["prompts"]) == 2
-    assert all(entry["same_tokens"] and entry["speed_up"] > 0 for entry in result["prompts"])
+    assert all(entry["same_tokens"] and entry["speedup"] > 0 for entry in result["prompts"])
     assert all(len(entry["hfspec"]) == 2 for entry in result["prompts"])
     assert set(result["target_forward_seconds"]) == {"1", "2", "4", "8"}
-    assert f"{result['speed_up']['geometric_mean']:.2f}×" in capsys.readouterr().out
+    assert f"{result['speedup']['geometric_mean']:.2f}×" in capsys.readouterr().out
