@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from hfspec.bench.methods import NAMES
 from hfspec.cli.bench import bench
 from hfspec.errors import HfspecError
-from tests.scripts import benchmark
 
 
 @pytest.fixture
@@ -103,11 +102,3 @@ def test_a_method_that_refuses_the_pair_is_reported(run: Any, monkeypatch: pytes
     text, found = run("--limit", "1", "--methods", "hf-assisted,hfspec")
     assert found["not_run"] == {"hf-assisted": "not with this pair"}
     assert "hf-assisted could not run: not with this pair" in text
-
-
-def test_overhead_script_counts_what_is_outside_forwards() -> None:
-    overhead = benchmark("overhead")
-    medians, acceptance = overhead.compare(overhead.toy(0), overhead.toy(0), num_tokens=12, repeats=1)
-    assert set(medians) == {"plain", "hf-assisted-constant", "hfspec"}
-    assert all(value > 0 for value in medians.values())
-    assert acceptance == 1.0
