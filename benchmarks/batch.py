@@ -1,6 +1,6 @@
 """Batches: plain and hfspec on the same rows, in turn, in one process; every row compared with plain's batch.
 
-Write what is measured with `python benchmarks/batch.py --json benchmarks/results/cpu-batch.json`.
+Write what is measured with `python benchmarks/batch.py --output benchmarks/results/cpu-batch.json`.
 """
 
 import argparse
@@ -17,10 +17,9 @@ from rich.table import Table
 import hfspec
 from hfspec.bench import machine
 from hfspec.bench.models import load_pair
-from hfspec.bench.prompts import as_text, built_in, spread
+from hfspec.bench.prompts import built_in, encode, spread
 from hfspec.compare import explain_rows
-
-TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 
 def main() -> None:
@@ -32,22 +31,20 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--draft-int8", action="store_true")
     parser.add_argument("--budget", default="auto", help="draft budget: auto, ratio, or a number")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="write what is measured here, as JSON")
     arguments = parser.parse_args()
 
-    pair = load_pair(TARGET, DRAFT, getattr(torch, arguments.dtype), is_draft_int8=arguments.draft_int8)
-    pair.tokenizer.padding_side = "left"
-    budget = int(arguments.budget) if arguments.budget.isdigit() else arguments.budget
-    patched = hfspec.patch(copy.copy(pair.target), draft=pair.draft, draft_budget=budget)
+    conditions = machine.describe("python benchmarks/batch.py")
+    pair = load_pair(DEFAULT_TARGET, DEFAULT_DRAFT, getattr(torch, arguments.dtype), is_draft_int8=arguments.draft_int8)
+    patched = hfspec.patch(copy.copy(pair.target), draft=pair.draft, draft_budget=arguments.budget)
     console, results = Console(width=120), []
     for size in (int(each) for each in arguments.sizes.split(",")):
-        texts = [as_text(pair.tokenizer, each) for each in spread(built_in(), size)]
-        inputs = pair.tokenizer(texts, return_tensors="pt", padding=True)
-        results.append(measure(pair.target, patched, dict(inputs), size, arguments))
+        inputs = encode(pair.tokenizer, spread(built_in(), size), pair.device)
+        results.append(measure(pair.target, patched, inputs, size, arguments))
         console.print(table(results))
-    if arguments.json:
-        conditions = machine.describe() | {"arguments": vars(arguments) | {"json": str(arguments.json)}}
-        arguments.json.write_text(json.dumps({"conditions": conditions, "results": results}, indent=2) + "\n")
+    if arguments.output:
+        conditions["arguments"] = vars(arguments) | {"output": str(arguments.output)}
+        arguments.output.write_text(json.dumps({"conditions": conditions, "results": results}, indent=2) + "\n")
 
 
 def measure(plain, patched, inputs, size, arguments) -> dict:
@@ -67,7 +64,7 @@ def measure(plain, patched, inputs, size, arguments) -> dict:
     return {
         "rows": size,
         "seconds": seconds,
-        "speed_up": medians["plain"] / medians["hfspec"],
+        "speedup": medians["plain"] / medians["hfspec"],
         "acceptance_rate": last.acceptance_rate,
         "tokens_per_round": last.tokens_per_round,
         "metrics": last.to_dict(),
@@ -85,7 +82,7 @@ def table(results: list[dict]) -> Table:
         shown.add_row(
             str(each["rows"]),
             *(f"{value:.1f}" for value in medians),
-            f"{each['speed_up']:.2f}×",
+            f"{each['speedup']:.2f}×",
             f"{each['acceptance_rate'] or 0:.2f}",
             f"{each['tokens_per_round'] or 0:.2f}",
             f"{each['same_rows']} of {each['rows']}",

@@ -28,9 +28,9 @@ from hfspec.bench.models import load_pair
 from hfspec.bench.prompts import built_in, encode
 from hfspec.budget.controller import Controller
 from hfspec.budget.experience import Experience
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.rounds import Draft, Outcome, Round
 
-TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 FIXED = (1, 2, 3, 5, 8, 16)
 ORDERS = 5
 #: Tokens of every prompt.
@@ -84,10 +84,10 @@ PRICES = (
 
 def record(num_tokens: int) -> list[Text]:
     """Run the pair in bf16 over the built-in prompts."""
-    pair = load_pair(TARGET, DRAFT, torch.bfloat16)
+    pair = load_pair(DEFAULT_TARGET, DEFAULT_DRAFT, torch.bfloat16)
     texts = []
     for prompt in built_in():
-        inputs = encode(pair.tokenizer, prompt, "cpu")
+        inputs = encode(pair.tokenizer, [prompt], "cpu")
         with torch.no_grad():
             ids = pair.target.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
             num_new = ids.shape[1] - inputs["input_ids"].shape[1]
@@ -138,7 +138,7 @@ class Row:
         return outcome
 
 
-def speed_up(
+def speedup(
     texts: Sequence[Text], experience: Experience, prices: Prices, budget: DraftBudget, machine: Machine | None = None
 ) -> float:
     """Against plain decoding of the same batch; what is learned stays in `experience`.
@@ -186,7 +186,7 @@ def replay(
         experience, shuffled, machine = Experience(), list(texts), Machine(order) if is_busy else None
         random.Random(order).shuffle(shuffled)
         for start in range(0, len(shuffled) - prices.rows + 1, prices.rows):
-            found.append(speed_up(shuffled[start : start + prices.rows], experience, prices, budget, machine))
+            found.append(speedup(shuffled[start : start + prices.rows], experience, prices, budget, machine))
     return found
 
 
@@ -216,9 +216,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of an answer, when recording")
     options = parser.parse_args()
     if options.command == "record":
+        conditions = describe("python benchmarks/budget.py") | {"target": DEFAULT_TARGET, "draft": DEFAULT_DRAFT}
         started = time.perf_counter()
         texts = record(options.tokens)
-        conditions = describe() | {"target": TARGET, "draft": DRAFT, "seconds": time.perf_counter() - started}
+        conditions["seconds"] = time.perf_counter() - started
         options.path.parent.mkdir(parents=True, exist_ok=True)
         options.path.write_text(
             json.dumps({"conditions": conditions, "texts": [asdict(each) for each in texts]}) + "\n"

@@ -1,6 +1,6 @@
 """Peak memory of a ragged batch against plain's and the draft's, each measured in a process of its own.
 
-Run it with `python benchmarks/memory.py --rows 8 --json benchmarks/results/cpu-batch-memory.json`. The bar is
+Run it with `python benchmarks/memory.py --rows 8 --output benchmarks/results/cpu-batch-memory.json`. The bar is
 plain's peak + the draft's weights + 10 %.
 """
 
@@ -15,10 +15,10 @@ import torch
 
 import hfspec
 from hfspec.bench import machine
-from hfspec.bench.prompts import as_text, built_in, spread
+from hfspec.bench.prompts import built_in, encode, spread
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.weights import load
 
-TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 WAYS = ("plain", "hfspec")
 
 
@@ -28,12 +28,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--budget", type=int, default=3, help="draft tokens a round")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="write what is measured here, as JSON")
     parser.add_argument("--way", choices=WAYS, help="measure this way in this process, and print it")
     arguments = parser.parse_args()
     if arguments.way:
         print(json.dumps(measure(arguments)))
         return
+    conditions = machine.describe("python benchmarks/memory.py")
     command = [sys.executable, __file__, "--rows", str(arguments.rows), "--budget", str(arguments.budget)]
     command += ["--max-new-tokens", str(arguments.max_new_tokens)]
     found = {}
@@ -41,21 +42,19 @@ def main() -> None:
         measured = subprocess.run([*command, "--way", way], check=True, capture_output=True)
         found[way] = json.loads(measured.stdout)
     allowed = 1.1 * (found["plain"]["peak_bytes"] + found["hfspec"]["draft_bytes"])
-    result = found | {"share_of_allowed": found["hfspec"]["peak_bytes"] / allowed, "conditions": machine.describe()}
+    result = found | {"share_of_allowed": found["hfspec"]["peak_bytes"] / allowed, "conditions": conditions}
     print(json.dumps(result, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, int]:
     """Peak resident memory of one call, weights included."""
-    model, tokenizer = load(TARGET, torch.bfloat16)
-    tokenizer.padding_side = "left"
-    texts = [as_text(tokenizer, each) for each in spread(built_in(), arguments.rows)]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    model, tokenizer = load(DEFAULT_TARGET, torch.bfloat16)
+    inputs = encode(tokenizer, spread(built_in(), arguments.rows), "cpu")
     draft_bytes = 0
     if arguments.way == "hfspec":
-        draft = load(DRAFT, torch.bfloat16)[0]
+        draft = load(DEFAULT_DRAFT, torch.bfloat16)[0]
         draft_bytes = sum(weight.nbytes for weight in draft.parameters())
         hfspec.patch(model, draft=draft, draft_budget=arguments.budget)
     model.generate(**inputs, max_new_tokens=arguments.max_new_tokens, do_sample=False)

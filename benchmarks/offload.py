@@ -5,14 +5,13 @@ verification costs no more than a plain token. The draft is in memory. Where the
 its file cache keeps the weights after the first forward; `--cold` makes it forget them before every forward,
 as on a machine that is too small for the model. What hfspec learns stays with it from prompt to prompt.
 
-    OMP_WAIT_POLICY=passive python benchmarks/offload.py --json benchmarks/out/offload.json
+    OMP_WAIT_POLICY=passive python benchmarks/offload.py --output benchmarks/out/offload.json
 """
 
 import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,10 +28,9 @@ from hfspec.bench.machine import describe
 from hfspec.bench.models import quantize
 from hfspec.bench.prompts import Prompt, built_in, encode, spread
 from hfspec.compare import explain_difference
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.weights import load, resolve
 
-TARGET = "Qwen/Qwen2.5-Coder-1.5B-Instruct"
-DRAFT = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 WARM_UP_TOKENS = 6
 
 
@@ -85,10 +83,10 @@ def compare(
     """Run every prompt by both methods, in turn; one entry a prompt, with medians in seconds a token."""
     call = {"max_new_tokens": num_tokens, "do_sample": False}
     for model in methods.values():
-        model.generate(**encode(tokenizer, prompts[0], "cpu"), **(call | {"max_new_tokens": WARM_UP_TOKENS}))
+        model.generate(**encode(tokenizer, prompts[:1], "cpu"), **(call | {"max_new_tokens": WARM_UP_TOKENS}))
     entries = []
     for prompt in prompts:
-        inputs = encode(tokenizer, prompt, "cpu")
+        inputs = encode(tokenizer, [prompt], "cpu")
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         texts: dict[str, torch.Tensor] = {}
         counted: list[dict[str, Any]] = []
@@ -104,14 +102,14 @@ def compare(
         entry = {
             "prompt": prompt.id,
             "seconds_per_token": medians,
-            "speed_up": medians["plain"] / medians["hfspec"],
+            "speedup": medians["plain"] / medians["hfspec"],
             "same_tokens": verdict.identical,
             "verdict": verdict.summary(),
             "hfspec": counted,
         }
         print(
             f"{prompt.id:20} plain {medians['plain']:.2f} s a token, hfspec {medians['hfspec']:.2f}: "
-            f"{entry['speed_up']:.2f}×   acceptance {counted[-1]['acceptance_rate'] or 0:.2f}, "
+            f"{entry['speedup']:.2f}×   acceptance {counted[-1]['acceptance_rate'] or 0:.2f}, "
             f"{counted[-1]['tokens_per_round'] or 1:.2f} tokens a round   {verdict.summary()}",
             flush=True,
         )
@@ -122,8 +120,8 @@ def compare(
 def main() -> None:
     """Measure forwards by width, then the prompts; print, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description="Plain and speculative decoding of a disk-offloaded target.")
-    parser.add_argument("--target", default=TARGET, help="one whose layers are at model.layers")
-    parser.add_argument("--draft", default=DRAFT)
+    parser.add_argument("--target", default=DEFAULT_TARGET, help="one whose layers are at model.layers")
+    parser.add_argument("--draft", default=DEFAULT_DRAFT)
     parser.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the target and the draft"
     )
@@ -133,13 +131,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=6, help="prompts")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="write what is measured here, as JSON")
     options = parser.parse_args()
+    conditions = describe("python benchmarks/offload.py")
     host: Any = host_logging
     host.set_verbosity_error()
     host.disable_progress_bar()
     dtype: torch.dtype = getattr(torch, options.dtype)
-    budget = int(options.draft_budget) if options.draft_budget.isdigit() else options.draft_budget
 
     draft, _ = load(options.draft, torch.float32 if options.draft_int8 else dtype)
     if options.draft_int8:
@@ -163,26 +161,25 @@ def main() -> None:
             f"seconds a forward of the target over so many tokens: {widths}; of the draft over one: {draft_token:.3f}"
         )
 
-        hfspec.patch(patched, draft, draft_budget=budget)
+        hfspec.patch(patched, draft, draft_budget=options.draft_budget)
         methods = {"plain": plain, "hfspec": patched}
         prompts = spread(built_in(), options.limit)
         entries = compare(methods, tokenizer, prompts, options.tokens, options.repeats)
 
-    speed_ups = [entry["speed_up"] for entry in entries]
-    overall = statistics.geometric_mean(speed_ups)
-    print(f"{'all':20} {overall:.2f}× (geometric mean), worst {min(speed_ups):.2f}×, best {max(speed_ups):.2f}×")
-    if options.json:
+    speedups = [entry["speedup"] for entry in entries]
+    overall = statistics.geometric_mean(speedups)
+    print(f"{'all':20} {overall:.2f}× (geometric mean), worst {min(speedups):.2f}×, best {max(speedups):.2f}×")
+    if options.output:
         result = {
-            "command": " ".join(sys.argv),
-            "conditions": describe(),
+            "conditions": conditions,
             "options": {name: str(value) for name, value in vars(options).items()},
             "target_forward_seconds": by_width,
             "draft_forward_seconds": draft_token,
             "prompts": entries,
-            "speed_up": {"geometric_mean": overall, "worst": min(speed_ups), "best": max(speed_ups)},
+            "speedup": {"geometric_mean": overall, "worst": min(speedups), "best": max(speedups)},
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's benchmark tables, made from what `hfspec bench --json` wrote: one table a result file, in order.
+"""The README's benchmark tables, made from what `hfspec bench --output` wrote: one table a result file, in order.
 
 Rows are categories and, last, all prompts; cells are speed-ups over plain `generate()`, the losing ones included.
 
@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hfspec.bench import words
+from hfspec.bench.methods import HFSPEC, PLAIN
+
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-PLAIN, HFSPEC = "plain", "hfspec"
 
 #: How a table names its file: relative to the document it stands in.
 _SOURCE = re.compile(r"\[results\]\(([^)]+\.json)\)")
@@ -49,42 +51,22 @@ def table(result: dict[str, Any], source: str) -> str:
 
 
 def _conditions(asked: dict[str, Any], source: str) -> str:
-    machine, versions = asked["machine"], asked["versions"]
-    pair = f"{_last_name(asked['target'])} ← {_last_name(asked['draft'])}{asked['draft_kind']}"
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads of {machine['cores']} cores"
-    size = f"{asked['num_prompts']} prompts × {asked['max_new_tokens']} tokens"
-    if asked["repeats"] > 1:
-        size += f" × {asked['repeats']} runs"
-    host = f"torch {versions['torch']}, transformers {versions['transformers']}"
     return (
-        f"**{pair}**, {asked['dtype']}, {asked['choice']}, {size}, on {where}, {host}: "
+        f"**{words.pair(asked)}**, {words.task(asked)}, on {words.place(asked)}, {words.host(asked)}: "
         f"`{asked['command']}` ([results]({source}))"
     )
 
 
-def _last_name(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1]
-
-
 def _speedup(value: float, is_total: bool) -> str:
-    text = f"{value:.2f}×"
+    text = words.speedup(value)
     return f"**{text}**" if is_total else text
 
 
 def _speculation(item: dict[str, Any]) -> list[str]:
     """Acceptance, tokens a round and sameness of hfspec's runs."""
     found = item["speculation"] or {}
-    same = f"{item['num_identical']} of {item['num_compared']}" if item["num_compared"] else "not compared"
-    num_other = item["num_compared"] - item["num_identical"] - item["num_near_ties"]
-    if item["num_near_ties"]:
-        same += f", near-ties: {item['num_near_ties']}"
-    if num_other:
-        same += f", OTHER: {num_other}"
-    return [_number(found.get("acceptance_rate")), _number(found.get("tokens_per_round")), same]
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    same = words.sameness(item["num_compared"], item["num_identical"], item["num_near_ties"])
+    return [words.number(found.get("acceptance_rate")), words.number(found.get("tokens_per_round")), same]
 
 
 def tables(paths: Sequence[Path], folder: Path) -> str:
@@ -109,14 +91,14 @@ def split(text: str, name: str) -> tuple[str, str, str]:
     return before + BEGIN, between, END + after
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print, write or check."""
     parser = argparse.ArgumentParser(description="The README's benchmark tables from result files.")
-    parser.add_argument("results", type=Path, nargs="*", help="JSON files that `hfspec bench --json` wrote")
+    parser.add_argument("results", type=Path, nargs="*", help="JSON files that `hfspec bench --output` wrote")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between its markers")
     mode.add_argument("--check", type=Path, metavar="DOCUMENT", help="fail unless they are what stands there")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     document: Path | None = options.write or options.check
     if document is None:
         if not options.results:

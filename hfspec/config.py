@@ -60,11 +60,16 @@ class DraftBudget:
 
     @classmethod
     def parse(cls, value: "str | int | DraftBudget") -> "DraftBudget":
-        """Read what a user may pass as `draft_budget`: `"auto"`, a policy's name, a number, or a `DraftBudget`."""
+        """Read what a user may pass as `draft_budget`: `"auto"`, a policy's name, a number, or a `DraftBudget`.
+
+        A number may be written in digits, as command lines have it.
+        """
         if isinstance(value, DraftBudget):
             return value
         if value == "auto":
             return cls()
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
         if isinstance(value, int) and not isinstance(value, bool):
             return cls(max_tokens=value, policy="fixed")
         if isinstance(value, str) and value in get_args(BudgetPolicy) and value != "fixed":

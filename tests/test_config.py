@@ -14,6 +14,7 @@ from hfspec.config import CALL_OPTIONS, Options, reject_misspelt, reject_unknown
         ("ratio", DraftBudget(policy="ratio")),
         (0, DraftBudget(max_tokens=0, policy="fixed")),
         (5, DraftBudget(max_tokens=5, policy="fixed")),
+        ("12", DraftBudget(max_tokens=12, policy="fixed")),
         (DraftBudget(2, 3), DraftBudget(2, 3)),
     ],
 )
@@ -22,7 +23,7 @@ def test_a_budget_is_read(given, expected):
     assert DraftBudget.parse(given) == expected
 
 
-@pytest.mark.parametrize("given", ["fast", "fixed", "", -1, 2.5, True, None, [4]], ids=repr)
+@pytest.mark.parametrize("given", ["fast", "fixed", "", "-1", "2.5", "²", -1, 2.5, True, None, [4]], ids=repr)
 def test_a_budget_that_cannot_work_is_refused(given):
     """Everything else raises and names the value."""
     with pytest.raises(ConfigError, match=r"draft_budget|DraftBudget"):

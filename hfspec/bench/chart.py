@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from hfspec.bench import words
 from hfspec.bench.methods import HFSPEC, NAMES, PLAIN
 from hfspec.bench.report import Report
 
@@ -85,8 +86,8 @@ def _finish(axes: Any, report: Report, groups: list[str | None], highest: float)
     axes.tick_params(length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    title, conditions = _titles(report)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=44)
+    axes.set_title(words.pair(report.conditions), loc="left", fontsize=12, fontweight="bold", pad=44)
+    conditions = f"{words.task(report.conditions)}, batch 1, {words.place(report.conditions)}"
     axes.annotate(
         conditions, (0, 1), xytext=(0, 30), xycoords="axes fraction", textcoords="offset points", fontsize=8.5
     )
@@ -98,14 +99,3 @@ def _label(report: Report, group: str | None) -> str:
     if len(report.categories) > _ROOMY:
         name = name.replace(" ", "\n").replace("_", "\n")
     return f"{name}\n({report.summary(PLAIN, group).num_prompts})"
-
-
-def _titles(report: Report) -> tuple[str, str]:
-    asked, machine = report.conditions, report.conditions["machine"]
-    target, draft = (asked[name].rstrip("/").rsplit("/", 1)[-1] for name in ("target", "draft"))
-    cpu = machine["cpu"].replace("(R)", "").replace("(TM)", "")
-    where = machine["gpu"] or f"{machine['threads']} of {machine['cores']} CPU cores ({cpu})"
-    return (
-        f"{target} ← {draft}{asked['draft_kind']}",
-        f"{asked['dtype']}, {asked['choice']}, up to {asked['max_new_tokens']} tokens, batch 1, {where}",
-    )

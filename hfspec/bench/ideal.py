@@ -2,10 +2,12 @@
 
     ideal speed-up = max over K of  (1 + Σ_{j≤K} Π_{i≤j} a_i) · t_plain / (K · t_draft + t_verify(K + 1))
 
-a_i is the acceptance at depth i of the tokens that were drafted there. Where a draft stops early when it is
-unsure, only the surer tokens get deep, so that a_i flatters a fixed K: the ideal is a bound to look up to.
+a_i is the acceptance at depth i of the tokens that were drafted there (with one for all depths this is theorem
+3.8 of Leviathan et al. 2022, arXiv 2211.17192). Where a draft stops early when it is unsure, only the surer
+tokens get deep, so that a_i flatters a fixed K: the ideal is a bound to look up to.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hfspec import Metrics
@@ -55,15 +57,25 @@ class Times:
 
 
 def ideal_speedup(metrics: Metrics, times: Times) -> tuple[float, int]:
-    """The ideal speed-up, and the K that reaches it; K = 0, which is plain decoding, gives 1."""
+    """The ideal speed-up of what was measured, and the K that reaches it."""
+    by_depth = metrics.acceptance_by_depth.items()
+    rates = (rate for depth, rate in by_depth if metrics.drafted_by_depth[depth] >= _FEWEST_JUDGED)
+    return best_speedup(rates, lambda num_drafted: times.round(num_drafted) / times.plain)
+
+
+def best_speedup(rates: Iterable[float], cost: Callable[[int], float]) -> tuple[float, int]:
+    """The speed-up of the best number K of draft tokens a round, and that K; K = 0, plain decoding, gives 1.
+
+    Args:
+        rates: the acceptance at depth 1, 2, …: as many as may be drafted.
+        cost: of a round with so many draft tokens; a plain token costs 1.
+    """
     best, best_length = 1.0, 0
     expected, path = 1.0, 1.0
-    for depth, rate in metrics.acceptance_by_depth.items():
-        if metrics.drafted_by_depth[depth] < _FEWEST_JUDGED:
-            break
+    for depth, rate in enumerate(rates, start=1):
         path *= rate
         expected += path
-        speedup = expected * times.plain / times.round(depth)
+        speedup = expected / cost(depth)
         if speedup > best:
             best, best_length = speedup, depth
     return best, best_length

@@ -4,11 +4,13 @@ One process, one pair of models in memory. The order of the methods moves on by 
 that a slow minute of the machine, or a warm cache, favours none of them.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 from transformers.generation.streamers import BaseStreamer
 
@@ -102,25 +104,32 @@ def measure(
     max_new_tokens: int,
     repeats: int,
     report: Report,
+    max_seconds: float = math.inf,
 ) -> Results:
-    """Warm every method up, then run everything `repeats` times."""
-    import psutil  # in the `bench` extra: the rest of the command line does without
+    """Warm every method up, then run everything `repeats` times.
 
+    Args:
+        max_seconds: no prompt but the first is begun that would, at the pace so far, end later than this.
+    """
+    started = time.perf_counter()
     ready, not_run = _warm_up(methods, prompts[0][1])
     process = psutil.Process()
     runs: list[Run] = []
     peak = process.memory_info().rss
     judges = [_Judge(inputs, sampling.seed + n, max_new_tokens) for n, (_, inputs) in enumerate(prompts)]
-    for repeat in range(repeats):
-        for number, ((prompt, inputs), judge) in enumerate(zip(prompts, judges, strict=True)):
-            first = (repeat * len(prompts) + number) % len(ready)
-            outputs = []
-            for method in ready[first:] + ready[:first]:
-                report(prompt, method.name)
-                outputs.append((method, *_run(method, prompt, inputs, repeat, judge.seed, max_new_tokens)))
-                peak = max(peak, process.memory_info().rss)
-            judge.see_plain(next((method.model, ids) for method, _, ids in outputs if method.name == PLAIN))
-            runs += [judge.judged(run, ids, sampling) for _, run, ids in outputs]
+    for turn in range(repeats * len(prompts)):
+        if turn and (time.perf_counter() - started) * (turn + 1) / turn > max_seconds:
+            break
+        repeat, number = divmod(turn, len(prompts))
+        (prompt, inputs), judge = prompts[number], judges[number]
+        first = turn % len(ready)
+        outputs = []
+        for method in ready[first:] + ready[:first]:
+            report(prompt, method.name)
+            outputs.append((method, *_run(method, prompt, inputs, repeat, judge.seed, max_new_tokens)))
+            peak = max(peak, process.memory_info().rss)
+        judge.see_plain(next((method.model, ids) for method, _, ids in outputs if method.name == PLAIN))
+        runs += [judge.judged(run, ids, sampling) for _, run, ids in outputs]
     peak_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return Results(runs, not_run, peak, peak_gpu)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hfspec.bench.builtin import BY_CATEGORY, RAW_CATEGORIES
 from hfspec.bench.errors import BenchError
@@ -79,21 +80,24 @@ def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[index] for index in sorted(index for _, index in sorted(turns)[:limit])]
 
 
-def as_text(tokenizer: Any, prompt: Prompt) -> str:
-    """What the model is to read, through the tokenizer's chat template where there is one."""
-    if not _is_chat(tokenizer, prompt):
-        return prompt.text
-    turn = [{"role": "user", "content": prompt.text}]
-    text: str = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    return text
+def encode(tokenizer: Any, prompts: Sequence[Prompt], device: str) -> dict[str, torch.Tensor]:
+    """Input ids and their mask, `[prompts, longest]`, shorter rows padded at the left."""
+    rows = [_ids(tokenizer, prompt) for prompt in prompts]
+    # Any id will do as padding: the mask hides it.
+    padding = {"input_ids": tokenizer.pad_token_id or 0, "attention_mask": 0}
+    values = {"input_ids": rows, "attention_mask": [torch.ones_like(row) for row in rows]}
+    return {
+        name: pad_sequence(values[name], batch_first=True, padding_value=value, padding_side="left").to(device)
+        for name, value in padding.items()
+    }
 
 
-def encode(tokenizer: Any, prompt: Prompt, device: str) -> dict[str, torch.Tensor]:
-    """Input ids `[1, length]` and their mask of what `as_text` gives; a template brings its special tokens itself."""
-    text, brings_special = as_text(tokenizer, prompt), _is_chat(tokenizer, prompt)
-    encoded = tokenizer(text, add_special_tokens=not brings_special, return_tensors="pt")
-    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
-
-
-def _is_chat(tokenizer: Any, prompt: Prompt) -> bool:
-    return bool(tokenizer.chat_template) and not prompt.is_raw
+def _ids(tokenizer: Any, prompt: Prompt) -> torch.Tensor:
+    """What the model is to read, `[length]`: the tokenizer's chat template, where there is one, around the text."""
+    text, is_chat = prompt.text, bool(tokenizer.chat_template) and not prompt.is_raw
+    if is_chat:
+        turn = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    # A template brings its special tokens itself; the tokenizer's own would be doubled.
+    ids: torch.Tensor = tokenizer(text, add_special_tokens=not is_chat, return_tensors="pt")["input_ids"][0]
+    return ids

@@ -1,14 +1,16 @@
 """A report as tables for a terminal. A method that is slower than plain is shown like any other, in red."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hfspec.bench import words
 from hfspec.bench.methods import HFSPEC, NAMES, PLAIN
-from hfspec.bench.report import Report, Row, Speculation, Summary
+from hfspec.bench.report import Report, Speculation, Summary
 
 ALL = "all"
 
@@ -22,7 +24,8 @@ def everything(report: Report) -> Iterator[RenderableType]:
     if HFSPEC in report.methods:
         yield _time_table(report)
         yield _ideal_table(report)
-    yield from _notes(report)
+    yield from notes(report)
+    yield _memory(report)
 
 
 def _prompt_table(report: Report) -> Table:
@@ -38,16 +41,11 @@ def _prompt_table(report: Report) -> Table:
 
 
 def _conditions(report: Report) -> Text:
-    """Pair, machine and call in two lines."""
-    asked, machine = report.conditions, report.conditions["machine"]
-    versions = asked["versions"]
-    draft = asked["draft"] + asked["draft_kind"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads of {machine['cores']} cores"
+    """Pair, call and machine in two lines."""
+    asked = report.conditions
     return Text(
-        f"{asked['target']} ← {draft}, {asked['dtype']}, {asked['choice']}, "
-        f"{asked['num_prompts']} prompts × {asked['max_new_tokens']} tokens × {asked['repeats']}\n"
-        f"{where}; torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"hfspec {versions['hfspec']}"
+        f"{words.pair(asked)}, {words.task(asked)}\n"
+        f"{words.place(asked)}; {words.host(asked)}, hfspec {asked['versions']['hfspec']}"
     )
 
 
@@ -70,7 +68,7 @@ def _method_table(report: Report) -> Table:
             f"{item.tokens_per_second:.1f}",
             *map(_speedup, speedups),
             f"{item.ttft_ms:.0f} ms",
-            _sameness(item),
+            sameness(item),
         )
     for name in report.not_run:
         table.add_row(name, *["–"] * 6, "could not run (below)")
@@ -102,7 +100,7 @@ def _time_table(report: Report) -> Table:
     )
     for name, item in _speculations(report, table):
         shares = [f"{share:.1f}" for share in item.shares.values()]
-        table.add_row(name, *shares, _number(item.overhead_ms_per_token))
+        table.add_row(name, *shares, words.number(item.overhead_ms_per_token))
     return table
 
 
@@ -120,7 +118,7 @@ def _ideal_table(report: Report) -> Table:
     for name, item in _speculations(report, table):
         numbers = (item.acceptance_rate, item.tokens_per_round, item.achieved, item.ideal)
         length = "–" if item.ideal_length is None else str(item.ideal_length)
-        table.add_row(name, *map(_number, numbers), length, _number(item.achieved_of_ideal))
+        table.add_row(name, *map(words.number, numbers), length, words.number(item.achieved_of_ideal))
     return table
 
 
@@ -134,46 +132,39 @@ def _speculations(report: Report, table: Table) -> Iterator[tuple[str, Speculati
             yield category or ALL, speculation
 
 
-def _notes(report: Report) -> Iterator[Text]:
+def notes(report: Report, labels: Mapping[str, str] = MappingProxyType({})) -> Iterator[Text]:
+    """Every difference from plain's tokens, every method that could not run, and why hfspec ran plain.
+
+    Args:
+        labels: what methods are called, where that is not their name.
+    """
     for row in report.rows:
-        yield from _differences(row)
+        for summary in dict.fromkeys(verdict.summary() for verdict in row.verdicts if not verdict.identical):
+            yield Text(f"{labels.get(row.method, row.method)}, {row.prompt_id}: {summary}")
     for name, reason in report.not_run.items():
-        yield Text(f"{name} could not run: {reason}")
+        yield Text(f"{labels.get(name, name)} could not run: {reason}")
     if HFSPEC in report.methods:
         speculation = report.summary(HFSPEC).speculation
         for reason, times in (speculation.fallback_reasons if speculation else {}).items():
             yield Text(f"hfspec ran plain {times}×: {reason}")
+
+
+def _memory(report: Report) -> Text:
     line = f"most memory of the process at the end of a call: {report.peak_rss_bytes / 1e9:.2f} GB"
     if report.peak_gpu_bytes:
         line += f"; most on the GPU: {report.peak_gpu_bytes / 1e9:.2f} GB"
-    yield Text(line)
+    return Text(line)
 
 
-def _differences(row: Row) -> Iterator[Text]:
-    for summary in dict.fromkeys(verdict.summary() for verdict in row.verdicts if not verdict.identical):
-        yield Text(f"{row.method}, {row.prompt_id}: {summary}")
-
-
-def _sameness(item: Summary) -> str:
+def sameness(item: Summary) -> str:
+    """How many of a method's outputs were plain's."""
     if item.method == PLAIN:
         return "–"
-    if not item.num_compared:
-        return "other draws by design"
-    text = f"{item.num_identical} of {item.num_compared}"
-    num_other = item.num_compared - item.num_identical - item.num_near_ties
-    if item.num_near_ties:
-        text += f", near-ties: {item.num_near_ties}"
-    if num_other:
-        text += f", OTHER: {num_other}"
-    return text
+    return words.sameness(item.num_compared, item.num_identical, item.num_near_ties)
 
 
 def _speedup(value: float) -> Text:
-    return Text(f"{value:.2f}×", style="red" if value < 0.995 else "")
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return Text(words.speedup(value), style="red" if value < 0.995 else "")
 
 
 def _table(title: str, first: str, *headings: str) -> Table:

@@ -3,31 +3,27 @@
 Options, progress and printing; what is measured, and how, is in `hfspec.bench`.
 """
 
-import json
-import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers.utils import logging as host_logging
 
 from hfspec.bench import chart, machine, report, tables
 from hfspec.bench.errors import BenchError
-from hfspec.bench.measure import Report, measure
+from hfspec.bench.measure import measure
 from hfspec.bench.methods import build, parse_names
 from hfspec.bench.models import Sampling, load_pair
-from hfspec.bench.prompts import Prompt, built_in, encode, read, spread
+from hfspec.bench.prompts import built_in, encode, read, spread
 from hfspec.cli.dtypes import Dtype
+from hfspec.cli.output import AsJson, as_text, print_json
+from hfspec.cli.running import progress
 from hfspec.config import DraftBudget
+from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 _ALL_METHODS = "plain,hf-assisted,hf-assisted-constant,hf-assisted-heuristic,hf-prompt-lookup,hfspec"
 
@@ -46,9 +42,8 @@ _QUICK = _Size(limit=6, max_new_tokens=64, methods="plain,hf-assisted,hfspec")
 
 
 def bench(
-    ctx: typer.Context,
-    target: Annotated[str, typer.Option(help="The model to speed up.")] = "Qwen/Qwen2.5-Coder-1.5B-Instruct",
-    draft: Annotated[str, typer.Option(help="The small model.")] = "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    target: Annotated[str, typer.Option(help="The model to speed up.")] = DEFAULT_TARGET,
+    draft: Annotated[str, typer.Option(help="The small model.")] = DEFAULT_DRAFT,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Prompts in Spec-Bench's form (JSON lines); else 24 built-in ones of six kinds."),
@@ -79,10 +74,9 @@ def bench(
         bool,
         typer.Option("--quick", help="One prompt of each kind, 64 tokens, three methods."),
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write everything here, with versions and machine.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write everything here as JSON, beside what is printed.")] = None,
     chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw speed-ups by category here (PNG).")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how much faster generate() gets here.
 
@@ -91,19 +85,18 @@ def bench(
     Speeds, first tokens and the tokens themselves are compared with plain generate(); for hfspec also where
     the time goes, and how near it comes to what the draft would allow.
     """
-    _check(json_path, chart_path)
+    _check(output, chart_path)
     size = _QUICK if quick else _FULL
     if threads is not None:
         torch.set_num_threads(threads)
 
     names = parse_names(methods or size.methods)
-    draft_budget = DraftBudget.parse(int(budget) if budget.isdigit() else budget)
+    draft_budget = DraftBudget.parse(budget)
     chosen = spread(read(prompts) if prompts else built_in(), limit or size.limit)
     max_new_tokens = max_new_tokens or size.max_new_tokens
     sampling = Sampling(temperature if sample else None, seed)
     torch_dtype = dtype.resolve("cuda" if torch.cuda.is_available() else "cpu")
-    conditions = machine.describe() | {
-        "command": _command(ctx),
+    conditions = machine.describe("hfspec") | {
         "target": target,
         "draft": draft,
         "draft_kind": _draft_kind(draft_int8, draft_random),
@@ -117,32 +110,33 @@ def bench(
     }
 
     pair = load_pair(target, draft, torch_dtype, is_draft_int8=draft_int8, is_draft_random=draft_random)
-    inputs = [(prompt, encode(pair.tokenizer, prompt, pair.device)) for prompt in chosen]
-    with pair.choosing_by(sampling), _quiet_host(), _progress(len(inputs) * len(names) * repeats) as note:
+    inputs = [(prompt, encode(pair.tokenizer, [prompt], pair.device)) for prompt in chosen]
+    with pair.choosing_by(sampling), progress(len(inputs) * len(names) * repeats) as note:
         results = measure(build(names, pair, draft_budget), inputs, sampling, max_new_tokens, repeats, note)
     found = report.build(results, conditions)
 
-    # Into a file or a pipe rich would write 80 columns, too few for six methods.
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    for part in tables.everything(found):
-        console.print(part)
-    if json_path is not None:
-        json_path.write_text(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        # Into a file or a pipe rich would write 80 columns, too few for six methods.
+        console = Console(width=None if sys.stdout.isatty() else 110)
+        for part in tables.everything(found):
+            console.print(part)
+    if output is not None:
+        output.write_text(as_text(found.to_dict()) + "\n", encoding="utf-8")
     if chart_path is not None:
         chart.draw(found, chart_path)
 
 
-def _check(json_path: Path | None, chart_path: Path | None) -> None:
+def _check(output: Path | None, chart_path: Path | None) -> None:
     """Fail now rather than after the measurements.
 
     Raises:
-        BenchError: a package of the `bench` extra is missing, or an output's folder.
+        BenchError: matplotlib is needed and missing, or an output's folder is.
     """
-    needed = ["psutil"] if chart_path is None else ["psutil", "matplotlib"]
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise BenchError(f"hfspec bench needs {' and '.join(missing)}: pip install 'hfspec[bench]'.")
-    for path in (json_path, chart_path):
+    if chart_path is not None and find_spec("matplotlib") is None:
+        raise BenchError("--chart needs matplotlib: pip install 'hfspec[bench]'.")
+    for path in (output, chart_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"{path} cannot be written: there is no folder {path.parent}.")
 
@@ -150,45 +144,3 @@ def _check(json_path: Path | None, chart_path: Path | None) -> None:
 def _draft_kind(is_int8: bool, is_random: bool) -> str:
     kinds = [word for word, is_meant in (("int8", is_int8), ("random weights", is_random)) if is_meant]
     return f" ({', '.join(kinds)})" if kinds else ""
-
-
-def _command(ctx: typer.Context) -> str:
-    """The command line, rebuilt from the options that were given."""
-    words = ["hfspec", "bench"]
-    for option in ctx.command.params:
-        source = ctx.get_parameter_source(option.name or "")
-        if source is None or source.name != "COMMANDLINE":
-            continue
-        value = ctx.params[option.name or ""]
-        value = value.value if isinstance(value, Enum) else value
-        words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
-    return shlex.join(words)
-
-
-@contextmanager
-def _quiet_host() -> Iterator[None]:
-    """Hear only errors from transformers for a while: its assisted generation warns of its own arguments."""
-    before = host_logging.get_verbosity()
-    host: Any = host_logging
-    host.set_verbosity_error()
-    try:
-        yield
-    finally:
-        host.set_verbosity(before)
-
-
-@contextmanager
-def _progress(num_runs: int) -> Iterator[Report]:
-    """A bar on standard error, moved on by each call of what it yields."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("warming up", total=num_runs)
-        num_begun = 0
-
-        def note(prompt: Prompt, method: str) -> None:
-            nonlocal num_begun
-            bar.update(task, description=f"{prompt.category}, {prompt.id}: {method}", completed=num_begun)
-            num_begun += 1
-
-        yield note
-        bar.update(task, description="measured", completed=num_begun, total=num_begun)

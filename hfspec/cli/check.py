@@ -20,6 +20,8 @@ from transformers import (
     PretrainedConfig,
 )
 
+from hfspec.bench import machine
+from hfspec.bench.ideal import best_speedup
 from hfspec.cache.support import draft_problem, target_problem
 from hfspec.cli.output import AsJson, print_json, print_pairs
 from hfspec.config import DEFAULT_MAX_TOKENS
@@ -119,6 +121,7 @@ def examine(target: Candidate, draft: Candidate | None) -> dict[str, Any]:
     """Everything the command knows about a target and perhaps a draft, ready for JSON."""
     problem = target_problem(target.config)
     report: dict[str, Any] = {
+        "command": machine.command("hfspec"),
         "target": target.name,
         "architecture": target.config.model_type,
         "target_parameters": target.num_parameters,
@@ -157,17 +160,9 @@ def packaged_drafts(target: Candidate) -> list[str]:
 
 
 def forecast(acceptance_rate: float, cost_ratio: float, max_tokens: int = DEFAULT_MAX_TOKENS) -> Forecast:
-    """Choose the draft length that pays most.
-
-    With `k` draft tokens a round yields `1 + a + … + a^k` tokens on average and costs `1 + k · cost_ratio`
-    target forwards (Leviathan et al. 2022, arXiv 2211.17192, theorem 3.8).
-    """
-
-    def speedup(num_drafted: int) -> float:
-        return sum(acceptance_rate**depth for depth in range(num_drafted + 1)) / (1 + num_drafted * cost_ratio)
-
-    best = max(range(max_tokens + 1), key=speedup)
-    return Forecast(acceptance_rate, best, speedup(best))
+    """Choose the draft length that pays most, where each draft token costs `cost_ratio` target forwards."""
+    speedup, length = best_speedup([acceptance_rate] * max_tokens, lambda num_drafted: 1 + num_drafted * cost_ratio)
+    return Forecast(acceptance_rate, length, speedup)
 
 
 def _ratio(draft_size: int | None, target_size: int | None) -> float | None:

@@ -4,7 +4,7 @@ import enum
 
 import torch
 
-from hfspec.cli.env import cpu_features
+from hfspec.bench.machine import cpu_features
 
 _BF16_CPU_FEATURES = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 

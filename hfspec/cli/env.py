@@ -5,14 +5,12 @@ Loads no model and reaches no network.
 
 import importlib.metadata
 import json
-import os
 import platform
-from pathlib import Path
 from typing import Any
 
-import torch
 from packaging.requirements import Requirement
 
+from hfspec.bench import machine
 from hfspec.cli.output import AsJson, print_json, print_pairs
 from hfspec.weights import cache_folder
 
@@ -20,16 +18,6 @@ from hfspec.weights import cache_folder
 TESTED_TRANSFORMERS = ("4.57.6", "5.17.0", "5.24.0")
 
 _PACKAGES = ("hfspec", "torch", "transformers", "accelerate", "triton", "bitsandbytes", "gguf")
-_CPU_FLAGS = (
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_bf16",
-    "amx_int8",
-    "bf16",
-    "i8mm",
-)
 
 
 def env(as_json: AsJson = False) -> None:
@@ -51,12 +39,15 @@ def env(as_json: AsJson = False) -> None:
 def environment() -> dict[str, Any]:
     """Everything the command knows, ready for JSON."""
     versions = {name: _version(name) for name in _PACKAGES}
+    devices = machine.devices()
+    has_kernels = bool(devices["gpus"]) and versions["triton"] is not None
     return {
+        "command": machine.command("hfspec"),
         "python": platform.python_version(),
         "versions": versions,
         "in_range": _ranges(versions),
         "transformers_is_tested": versions["transformers"] in TESTED_TRANSFORMERS,
-        "devices": _devices(),
+        "devices": devices | {"triton_kernels": has_kernels},
         "cache": {"folder": str(cache_folder()), "models": _cached_models()},
     }
 
@@ -91,32 +82,6 @@ def _version_lines(facts: dict[str, Any]) -> dict[str, str]:
     if not facts["transformers_is_tested"]:
         lines["transformers"] += f"; tested releases: {', '.join(TESTED_TRANSFORMERS)}"
     return lines
-
-
-def _devices() -> dict[str, Any]:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {
-        "cuda": [torch.cuda.get_device_name(index) for index in range(num_gpus)],
-        "mps": torch.backends.mps.is_available(),
-        "cpu": platform.processor() or platform.machine(),
-        "cpu kernels": torch.backends.cpu.get_cpu_capability(),
-        "cpu features": cpu_features(),
-        "cpu count": os.cpu_count(),
-        "torch threads": torch.get_num_threads(),
-        "triton kernels": num_gpus > 0 and _version("triton") is not None,
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
-        "HFSPEC_DISABLE": os.environ.get("HFSPEC_DISABLE"),
-    }
-
-
-def cpu_features() -> list[str]:
-    """The flags that matter for small-batch inference, where Linux lists them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return [flag for flag in _CPU_FLAGS if flag in flags.split()]
 
 
 def _cached_models() -> dict[str, str]:

@@ -16,7 +16,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object and nothing else."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    typer.echo(as_text(value))
+
+
+def as_text(value: Mapping[str, Any]) -> str:
+    """One JSON object, for people to read, too."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def print_pairs(title: str, pairs: Mapping[str, object]) -> None:

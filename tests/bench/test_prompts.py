@@ -3,8 +3,11 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from hfspec.bench.errors import BenchError
@@ -66,10 +69,29 @@ def test_spread_takes_evenly_from_the_categories_in_order() -> None:
     assert spread(prompts, None) == spread(prompts, 99) == prompts
 
 
-def test_chat_goes_through_the_template_and_raw_text_does_not(pair_folders: tuple[str, str]) -> None:
+@pytest.fixture
+def tokenizer(pair_folders: tuple[str, str]) -> Any:
+    """Of the tiny pair; like Llama's, it puts a token before every text, which its chat template has, too."""
     tokenizer = AutoTokenizer.from_pretrained(pair_folders[0])
-    chat = encode(tokenizer, Prompt("1", "a", "hello"), "cpu")
-    raw = encode(tokenizer, Prompt("1", "a", "hello", is_raw=True), "cpu")
-    assert tokenizer.decode(chat["input_ids"][0]) == "<hello>"
-    assert tokenizer.decode(raw["input_ids"][0]) == "hello"
-    assert chat["attention_mask"].shape == chat["input_ids"].shape
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=[end])
+    tokenizer.chat_template = "<end>" + tokenizer.chat_template
+    return tokenizer
+
+
+def test_chat_goes_through_the_template_and_raw_text_does_not(tokenizer: Any) -> None:
+    chat = encode(tokenizer, [Prompt("1", "a", "hello")], "cpu")
+    raw = encode(tokenizer, [Prompt("1", "a", "hello", is_raw=True)], "cpu")
+    assert tokenizer.decode(chat["input_ids"][0]) == "<end><hello>"
+    assert tokenizer.decode(raw["input_ids"][0]) == "<end>hello"
+    assert bool(chat["attention_mask"].all())
+
+
+def test_several_prompts_are_each_encoded_as_alone_and_padded_at_the_left(tokenizer: Any) -> None:
+    prompts = [Prompt("1", "a", "hello"), Prompt("2", "a", "hi", is_raw=True), Prompt("3", "a", "good morning")]
+    together = encode(tokenizer, prompts, "cpu")
+    assert together["input_ids"].shape == together["attention_mask"].shape
+    for prompt, ids, mask in zip(prompts, together["input_ids"], together["attention_mask"], strict=True):
+        alone = encode(tokenizer, [prompt], "cpu")["input_ids"][0]
+        assert mask.tolist() == [0] * (len(ids) - len(alone)) + [1] * len(alone)
+        assert torch.equal(ids[mask.bool()], alone)

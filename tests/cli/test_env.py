@@ -22,9 +22,10 @@ def test_json_has_versions_devices_and_cache(cache: Path):
     result = CliRunner().invoke(app, ["env", "--json"])
     assert result.exit_code == 0
     facts = json.loads(result.stdout)
+    assert facts["command"].startswith("hfspec ")
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"]["transformers"] == transformers.__version__
-    assert facts["devices"]["torch threads"] == torch.get_num_threads()
+    assert facts["devices"]["threads"] == torch.get_num_threads()
     assert facts["cache"] == {"folder": str(cache), "models": {}}
 
 

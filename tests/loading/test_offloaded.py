@@ -103,12 +103,12 @@ def test_the_benchmark_of_it(stand_ins, tmp_path, monkeypatch, capsys):
     """`benchmarks/offload.py` runs a pair to the end, finds the same tokens, and writes what it says."""
     offload = benchmark("offload")
     written = tmp_path / "out" / "offload.json"
-    options = {"--dtype": "float32", "--limit": "2", "--tokens": "12", "--repeats": "2", "--json": str(written)}
+    options = {"--dtype": "float32", "--limit": "2", "--tokens": "12", "--repeats": "2", "--output": str(written)}
     monkeypatch.setattr(sys, "argv", ["offload.py", "--cold", *(each for pair in options.items() for each in pair)])
     offload.main()
     result = json.loads(written.read_text())
     assert len(result["prompts"]) == 2
-    assert all(entry["same_tokens"] and entry["speed_up"] > 0 for entry in result["prompts"])
+    assert all(entry["same_tokens"] and entry["speedup"] > 0 for entry in result["prompts"])
     assert all(len(entry["hfspec"]) == 2 for entry in result["prompts"])
     assert set(result["target_forward_seconds"]) == {"1", "2", "4", "8"}
-    assert f"{result['speed_up']['geometric_mean']:.2f}×" in capsys.readouterr().out
+    assert f"{result['speedup']['geometric_mean']:.2f}×" in capsys.readouterr().out
