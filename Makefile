@@ -43,7 +43,8 @@ format: $(STAMP) ## let ruff fix and lay out the code
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## measure on this machine; results go to benchmarks/out
-	$(BIN)/hfspec bench
+	mkdir -p benchmarks/out
+	$(BIN)/hfspec bench --output benchmarks/out/bench.json --chart benchmarks/out/bench.png
 
 clean: ## remove everything that was made here (the model cache stays)
 	rm -rf $(VENV) .nox build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage

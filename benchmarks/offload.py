@@ -9,6 +9,7 @@ as on a machine that is too small for the model. What hfspec learns stays with i
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -117,6 +118,18 @@ def compare(
     return entries
 
 
+def before_each(layer: Any, act: Callable[[], None]) -> None:
+    """Do something before each forward of a layer."""
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def acting(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return forward(*args, **kwargs)
+
+    layer.forward = acting
+
+
 def main() -> None:
     """Measure forwards by width, then the prompts; print, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description="Plain and speculative decoding of a disk-offloaded target.")
@@ -148,12 +161,12 @@ def main() -> None:
         plain, files = load_on_disk(options.target, dtype, one)
         patched, more_files = load_on_disk(options.target, dtype, other)
 
-        def forget_all(*_: Any) -> None:
+        def forget_all() -> None:
             if options.cold:
                 forget([*files, *more_files])
 
-        for model in (plain, patched):
-            model.model.layers[0].register_forward_pre_hook(forget_all)
+        for model in (plain, patched):  # not by hooks: a target with hooks runs plain
+            before_each(model.model.layers[0], forget_all)
         by_width = {width: forward_seconds(plain, width, forget_all) for width in (1, 2, 4, 8)}
         draft_token = forward_seconds(draft, 1, lambda: None)
         widths = ", ".join(f"{width}: {seconds:.2f}" for width, seconds in by_width.items())

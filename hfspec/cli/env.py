@@ -17,7 +17,7 @@ from hfspec.weights import cache_folder
 #: The transformers releases that hfspec's own tests run on.
 TESTED_TRANSFORMERS = ("4.57.6", "5.17.0", "5.24.0")
 
-_PACKAGES = ("hfspec", "torch", "transformers", "accelerate", "triton", "bitsandbytes", "gguf")
+_PACKAGES = ("hfspec", "torch", "transformers", "accelerate", "bitsandbytes", "gguf")
 
 
 def env(as_json: AsJson = False) -> None:
@@ -39,15 +39,13 @@ def env(as_json: AsJson = False) -> None:
 def environment() -> dict[str, Any]:
     """Everything the command knows, ready for JSON."""
     versions = {name: _version(name) for name in _PACKAGES}
-    devices = machine.devices()
-    has_kernels = bool(devices["gpus"]) and versions["triton"] is not None
     return {
         "command": machine.command("hfspec"),
         "python": platform.python_version(),
         "versions": versions,
         "in_range": _ranges(versions),
         "transformers_is_tested": versions["transformers"] in TESTED_TRANSFORMERS,
-        "devices": devices | {"triton_kernels": has_kernels},
+        "devices": machine.devices(),
         "cache": {"folder": str(cache_folder()), "models": _cached_models()},
     }
 

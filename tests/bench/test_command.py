@@ -38,7 +38,7 @@ def test_every_method_is_measured_and_gives_plains_tokens(run: Any) -> None:
         assert item["tokens_per_second"] > 0
     assert [row["num_tokens"] for row in found["prompts"]] == [6] * 2 * len(NAMES)
     assert all(0 < row["ttft_seconds"] < row["seconds"] for row in found["prompts"])
-    assert found["conditions"]["command"].startswith("hfspec ")
+    assert found["conditions"]["command"].startswith("hfspec")
     assert found["conditions"]["machine"]["cores"] >= 1
     assert found["peak_rss_bytes"] > 0
     assert "Speed-up by category" in text

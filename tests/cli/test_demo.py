@@ -43,7 +43,7 @@ def test_the_json_is_that_of_the_benchmark() -> None:
     assert [row["num_tokens"] for row in found["prompts"]] == [12] * 6
     conditions = found["conditions"]
     assert (conditions["num_prompts"], conditions["dtype"]) == (2, "float32")
-    assert conditions["command"].startswith("hfspec ")
+    assert conditions["command"].startswith("hfspec")
 
 
 def test_out_of_time_it_ends_after_a_prompt() -> None:
