@@ -18,9 +18,10 @@ nox.options.sessions = ["host"]
 @nox.session
 @nox.parametrize("transformers", OLDER_RELEASES)
 def host(session: nox.Session, transformers: str) -> None:
-    """What hfspec takes for granted about transformers, and the same tokens on it."""
+    """What hfspec takes for granted about transformers, and the same tokens on it, for every architecture."""
     _install(session, transformers)
-    session.run("pytest", "-n", "auto", "--maxprocesses", "4", "tests/host", "tests/lossless", "-q", *session.posargs)
+    parts = ("tests/host", "tests/lossless", "tests/zoo/test_zoo.py")
+    session.run("pytest", "-n", "auto", "--maxprocesses", "4", *parts, "-q", *session.posargs)
 
 
 @nox.session

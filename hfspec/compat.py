@@ -85,6 +85,10 @@ CROPPABLE_LAYERS = frozenset(
     if hasattr(layer, "crop")
 )
 
+#: Whether this release masks several tokens behind a cache rightly in all its models, and draws no random numbers in
+#: evaluation mode (LED's and SeamlessM4T's encoders did).
+HAS_EVEN_FORWARDS = CACHE_KEY == "cache"
+
 #: Whether layers drop the cache when a model is in training mode with gradient checkpointing, as long as no
 #: gradients are asked for (5.24 keeps it then).
 CHECKPOINTING_DROPS_CACHE = "is_grad_enabled" not in inspect.getsource(GradientCheckpointingLayer)

@@ -29,6 +29,19 @@ _BY_TYPE = {
     "prophetnet": "behind a cache it takes single tokens only",
     "xlm": "it puts a mask token behind every text, so that nothing it has read can be kept",
 }
+#: The same, in releases whose masks for several tokens behind a cache are not those for one (4.57 and 5.17).
+_UNEVEN = (
+    "big_bird",
+    "encoder-decoder",
+    "git",
+    "megatron-bert",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "rembert",
+    "roc_bert",
+    "roformer",
+    "speech-encoder-decoder",
+)
 #: Those whose experts take so many tokens of a forward (`expert_capacity`) and leave out the others.
 _LIMITED_EXPERTS = ("switch_transformers",)
 #: Those that leave the mask of the cache's slots out of forwards over single tokens.
@@ -79,6 +92,8 @@ def config_problem(config: PretrainedConfig) -> str | None:
             return _BY_TYPE[each.model_type]
         if each.model_type in _ENCODERS and not getattr(each, "is_decoder", False):
             return "its attention looks both ways, as is_decoder is not set in its config"
+        if each.model_type in _UNEVEN and not compat.HAS_EVEN_FORWARDS:
+            return "in this release of transformers it masks several tokens behind a cache otherwise than one"
         if getattr(each, "second_expert_policy", "all") != "all":
             return "its experts are drawn at random in every forward"
     return None

@@ -12,6 +12,9 @@ from hfspec.exactness import config_problem
 #: They take no position ids, but work them out from the mask (or need none: ALiBi counts slots between tokens).
 _POSITIONS_FROM_MASK = ("biogpt", "bloom", "mpt", "opt", "xglm")
 
+#: They fail with a mask behind a cache in older releases.
+_MASKS_ALIKE = ("ctrl", "recurrent_gemma")
+
 #: Their recurrent state is not in the cache, but on the model.
 _STATE_IN_LAYERS = ("recurrent_gemma",)
 
@@ -73,6 +76,8 @@ def ragged_problem(model: PreTrainedModel, cache: Cache) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if model.config.model_type == "git":
         return "the model widens masks by the places of its image"
+    if config.model_type in _MASKS_ALIKE and not compat.HAS_EVEN_FORWARDS:
+        return "in this release of transformers the model cannot have masks of its own for each row behind a cache"
     if model.config.model_type == "voxtral_realtime":
         return "the model hears a stream, and keeps more caches than this one"
     if config.model_type == "llama4_text" and getattr(config, "attn_temperature_tuning", False):

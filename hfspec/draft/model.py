@@ -46,9 +46,10 @@ class ModelDraft(DraftSource):
 
     @property
     def may_draw(self) -> bool:  # type: ignore[override]  # a fact that changes with the model's mode
-        """Only dropout draws, and BigBird, which makes itself new layers when a text is short."""
+        """Only dropout draws, BigBird, which makes itself new layers when a text is short, and some older encoders."""
         makes_layers = getattr(self.model.config, "attention_type", None) == "block_sparse"
-        return bool(self.model.training or makes_layers)
+        may_skip_layers = self.is_encoder_decoder and not compat.HAS_EVEN_FORWARDS
+        return bool(self.model.training or makes_layers or may_skip_layers)
 
     def start(self, context: Context) -> DraftSession:
         """Begin a row with an empty cache."""
