@@ -8,7 +8,9 @@ import torch
 from transformers import MambaConfig, StaticCache
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, compat
+from hfspec import Context, Draft, DraftSession, DraftSource, compat, decode
+from hfspec.budget.controller import Controller
+from hfspec.draft.base import BatchSession
 from tests.models import (
     PAD,
     assert_same,
@@ -330,3 +332,62 @@ def test_drafts_of_several_lengths_are_verified_together():
     pair = both(shared(), Uneven(), BATCH, NEW, draft_budget=4).assert_same().assert_drafted()
     assert pair.stats.acceptance_rate == 1.0
     assert set(pair.stats.budget_histogram) >= {4}
+
+
+#: Makes rows keep in step.
+IN_STEP = {"return_dict_in_generate": True}
+
+
+def test_what_rows_in_step_bring_is_remembered_apart(monkeypatch):
+    """They go on only where all of them accept: that says nothing of rows at their own paces, nor of a single one."""
+    remembered = []
+
+    class Noted(Controller):
+        def __init__(self, budget: Any, experience: Any, **kwargs: Any) -> None:
+            remembered.append(experience)
+            super().__init__(budget, experience, **kwargs)
+
+    monkeypatch.setattr(decode, "Controller", Noted)
+    with hfspec.patched(shared(), noisy()):
+        shared().generate(prompt(), **NEW)
+        shared().generate(BATCH, **NEW)
+        shared().generate(BATCH, **NEW, **IN_STEP)
+        shared().generate(BATCH, **NEW, **IN_STEP)
+    one, own_pace, in_step, in_step_again = remembered
+    assert one is own_pace
+    assert in_step is in_step_again
+    assert in_step is not one
+
+
+class Asked(DraftSource, BatchSession):
+    """Notes whether it is asked how sure it is while it drafts."""
+
+    def __init__(self) -> None:
+        self.reads_confidence: set[bool] = set()
+
+    def start(self, context: Context) -> DraftSession:
+        raise AssertionError("all rows are started together")
+
+    def start_batch(self, contexts: Any) -> BatchSession:
+        return self
+
+    def propose(self, texts: Any, budget: Any) -> list[Draft]:
+        self.reads_confidence.add(budget.reads_confidence)
+        return [Draft(rows(5), confidences=(0.9,)) for _ in texts]
+
+    def observe(self, outcomes: Any) -> None:
+        pass
+
+    def select(self, indices: Any) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("call", "is_asked"), [({}, True), (IN_STEP, False)], ids=["own paces", "in step"])
+def test_rows_in_step_are_not_asked_how_sure_they_are(call, is_asked):
+    """The one that is least sure decides for all of them, which no mean over the rows foresees: lengths are planned."""
+    source = Asked()
+    both(shared(), source, BATCH, NEW | call).assert_same().assert_drafted()
+    assert source.reads_confidence == {is_asked}
