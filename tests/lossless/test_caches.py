@@ -227,20 +227,29 @@ def test_a_cache_handed_in(arch, name, num_rows):
         assert type(fast).__name__ in reason
 
 
+def ends_at(length: int) -> Callable[..., torch.Tensor]:
+    """A stopping criterion that no budget foresees."""
+    return lambda ids, scores, **kwargs: torch.tensor([ids.shape[1] >= length])
+
+
 @pytest.mark.parametrize("more", [DICT, {}], ids=["a dict is returned", "ids alone are returned"])
-@pytest.mark.parametrize("draft", ["llama", "gpt2"])
-def test_the_users_own_object_is_filled(draft, more):
+@pytest.mark.parametrize(
+    ("arch", "draft"), [("llama", "llama"), ("llama", "gpt2"), *((each, each) for each in ("mistral", *RECURRENT))]
+)
+def test_the_users_own_object_is_filled(arch, draft, more):
     """Case 23: the very cache that was handed in, handed back or not, by the target alone: a draft has its own."""
-    vanillas, mine = DynamicCache(), DynamicCache()
-    expected = shared().generate(prompt(6), **{compat.CACHE_KEY: vanillas}, **NEW)
-    with hfspec.patched(shared(), noisy(draft), draft_budget=4):
-        out = shared().generate(prompt(6), **{compat.CACHE_KEY: mine}, **NEW, **more)
-        assert hfspec.stats(shared()).last.drafted_tokens > 0
-        assert hfspec.stats(shared()).last.fallback_reason is None
-    assert torch.equal(getattr(out, "sequences", out), expected)
-    assert not more or out[compat.CACHE_KEY] is mine
-    assert mine.get_seq_length() == 6 + 24 - 1
-    assert_same_cache(vanillas, mine)
+    model = shared(arch)
+    for length in range(8, 16):  # reached in mid-draft, or not: more or less has to be taken back, or read again
+        vanillas, mine = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        call = NEW | {"stopping_criteria": [ends_at(length)]}
+        expected = model.generate(prompt(6), **{compat.CACHE_KEY: vanillas}, **call)
+        with hfspec.patched(model, noisy(draft), draft_budget=4):
+            out = model.generate(prompt(6), **{compat.CACHE_KEY: mine}, **call, **more)
+            assert hfspec.stats(model).last.drafted_tokens > 0
+            assert hfspec.stats(model).last.fallback_reason is None
+        assert torch.equal(getattr(out, "sequences", out), expected)
+        assert not more or out[compat.CACHE_KEY] is mine
+        assert_same_cache(vanillas, mine)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
