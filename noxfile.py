@@ -20,7 +20,7 @@ nox.options.sessions = ["host"]
 def host(session: nox.Session, transformers: str) -> None:
     """What hfspec takes for granted about transformers, and the same tokens on it, for every architecture."""
     _install(session, transformers)
-    parts = ("tests/host", "tests/lossless", "tests/zoo/test_zoo.py")
+    parts = ("tests/contract", "tests/lossless", "tests/zoo/test_zoo.py")
     session.run("pytest", "-n", "auto", "--maxprocesses", "4", *parts, "-q", *session.posargs)
 
 

@@ -1,7 +1,7 @@
 """The only file that knows transformers releases: what differs between them, under one name each.
 
 Facts are found by looking at the installed code, not at its version number, so that a backported
-or a newer release is judged by what it does. Each has a test in `tests/host/`.
+or a newer release is judged by what it does. Each has a test in `tests/contract/`.
 """
 
 import inspect

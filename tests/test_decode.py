@@ -1,20 +1,18 @@
-"""Calls that cannot be sped up run plain and say why; drafts that fail cost speed alone; user errors pass through."""
+"""Which calls are sped up, and what is drafted for their rows; calls that cannot be run plain, and say why."""
 
 import logging
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, MambaConfig, StaticCache, StoppingCriteria
+from transformers import MambaConfig, StaticCache
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, compat
+from hfspec import Context, Draft, DraftSession, DraftSource, compat, decode
+from hfspec.budget.controller import Controller
+from hfspec.draft.base import BatchSession
 from tests.models import (
     PAD,
-    VOCAB,
-    FunctionSource,
-    OnForward,
-    Scripted,
     assert_same,
     both,
     build,
@@ -255,242 +253,6 @@ def test_on_unsupported_may_be_chosen_for_a_call(first):
                     shared().generate(prompt(), num_beams=2, **NEW, **option)
 
 
-# Drafts that fail
-
-
-def right(text: torch.Tensor) -> Any:
-    """A function that proposes what vanilla writes."""
-    written = text[0].tolist()
-
-    def propose(ids: torch.Tensor, num_tokens: int) -> Draft:
-        return Draft(rows(*written[ids.shape[1] : ids.shape[1] + num_tokens]))
-
-    return propose
-
-
-TEXT = plain_text(shared(), prompt(), **NEW)
-GOOD = right(TEXT)
-
-
-class BrokenError(Exception):
-    """What the sources below raise."""
-
-
-@pytest.mark.parametrize(
-    "error", [BrokenError("by the draft"), MemoryError(), torch.OutOfMemoryError("no memory")], ids=repr
-)
-@pytest.mark.parametrize("failing_round", range(1, 7))
-def test_a_draft_that_raises(failing_round, error, caplog):
-    """An error of the draft in any round ends drafting, is logged once, and changes no token."""
-
-    def propose(ids: torch.Tensor, budget: Any, num_round: int) -> Draft:
-        if num_round >= failing_round:
-            raise error
-        return GOOD(ids, 2)
-
-    pair = both(shared(), FunctionSource(propose), prompt(), NEW, draft_budget=3).assert_same()
-    assert pair.stats.rounds == min(failing_round - 1, 5)
-    if failing_round < 6:
-        assert type(error).__name__ in pair.stats.fallback_reason
-        assert len(caplog.records) == 1
-
-
-RUBBISH: dict[str, Any] = {
-    "nothing": None,
-    "a list": [1, 2],
-    "a bare tensor": rows(4, 5),
-    "one dimension": Draft(torch.tensor([4, 5])),
-    "two rows": Draft(torch.tensor([[4], [5]])),
-    "a list of ids": Draft([[4, 5]]),
-    "floats": Draft(torch.tensor([[4.0]])),
-    "int32": Draft(torch.tensor([[4]], dtype=torch.int32)),
-    "too many": Draft(rows(*range(3, 20))),
-    "a negative id": Draft(rows(4, -1)),
-    "an id outside the vocabulary": Draft(rows(VOCAB)),
-    "ids without memory": Draft(torch.empty(1, 2, dtype=torch.long, device="meta")),
-    "probabilities of another shape": Draft(rows(4, 5), probs=torch.ones(1, VOCAB)),
-    "probabilities that are none": Draft(rows(4, 5), probs="high"),
-    "too few confidences": Draft(TEXT[:, 8:10], confidences=(0.5,)),
-    "confidences that are none": Draft(TEXT[:, 8:10], confidences=("high", "low")),
-    "infinite confidences": Draft(TEXT[:, 8:10], confidences=(float("inf"), float("nan"))),
-    "a bad count": Draft(rows(4), caught_up=None),
-}
-
-
-@pytest.mark.parametrize("policy", ["fixed", "measured"])
-@pytest.mark.parametrize("kind", RUBBISH)
-def test_a_draft_that_returns_rubbish(kind, policy):
-    """Whatever a source returns, the call ends with vanilla's tokens."""
-    budget = hfspec.DraftBudget(min_tokens=2, max_tokens=4, policy=policy)
-    source = FunctionSource(lambda ids, budget, num_round: RUBBISH[kind])
-    both(shared(), source, prompt(), NEW, draft_budget=budget).assert_same()
-
-
-@pytest.mark.parametrize("probs", [0.0, -1.0, float("nan"), float("inf")])
-def test_probabilities_that_are_no_law(probs):
-    """Under rejection, rubbish probabilities may cost the law's accuracy, never an error or a foreign token."""
-    source = FunctionSource(lambda ids, budget, num_round: Draft(rows(4), probs=torch.full((1, VOCAB), probs)))
-    with hfspec.patched(shared(), source, acceptance="rejection", draft_budget=3):
-        out = shared().generate(prompt(), do_sample=True, **NEW)
-    assert out.shape == TEXT.shape
-
-
-class Hooks(DraftSource, DraftSession):
-    """A good source with one method that raises."""
-
-    def __init__(self, failing: str) -> None:
-        self._failing = failing
-
-    def _fail(self, name: str) -> None:
-        if name == self._failing:
-            raise BrokenError(name)
-
-    def start(self, context: Context) -> DraftSession:
-        self._fail("start")
-        return self
-
-    def propose(self, input_ids: torch.Tensor, budget: Any) -> Draft:
-        return GOOD(input_ids, 2)
-
-    def observe(self, outcome: Any) -> None:
-        self._fail("observe")
-
-    def stop(self) -> None:
-        self._fail("stop")
-
-
-@pytest.mark.parametrize("failing", ["start", "observe", "stop"])
-def test_errors_of_a_sources_other_methods(failing, caplog):
-    """`start`, `observe` and `stop` may fail too, with the same consequence."""
-    pair = both(shared(), Hooks(failing), prompt(), NEW, draft_budget=3).assert_same()
-    assert "BrokenError" in pair.stats.fallback_reason
-    assert len(caplog.records) == 1
-
-
-def test_a_failed_draft_is_tried_again_in_the_next_call():
-    """A failure ends drafting for its call alone."""
-    fails = [True, False]
-
-    def propose(ids: torch.Tensor, budget: Any, num_round: int) -> Draft:
-        if fails[0]:
-            raise BrokenError
-        return GOOD(ids, 2)
-
-    with hfspec.patched(shared(), FunctionSource(propose), draft_budget=3):
-        shared().generate(prompt(), **NEW)
-        assert hfspec.stats(shared()).rounds == 0
-        fails.pop(0)
-        shared().generate(prompt(), **NEW)
-        assert hfspec.stats(shared()).rounds > 0
-
-
-def test_an_interrupt_is_not_a_failed_draft():
-    """Ctrl-C during a draft ends the call, as it would anywhere."""
-
-    def propose(*args: Any) -> Draft:
-        raise KeyboardInterrupt
-
-    with hfspec.patched(shared(), FunctionSource(propose), draft_budget=3), pytest.raises(KeyboardInterrupt):
-        shared().generate(prompt(), **NEW)
-
-
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_a_source_that_draws_random_numbers_leaves_vanillas_stream(do_sample):
-    """Same seed, same text, with any draft: what a source draws for itself does not move the caller's stream."""
-
-    def propose(ids: torch.Tensor, budget: Any, num_round: int) -> Draft:
-        return Draft(torch.randint(3, VOCAB, (1, budget.num_tokens)))
-
-    both(shared(), FunctionSource(propose), prompt(), NEW | {"do_sample": do_sample}, draft_budget=3).assert_same()
-
-
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_a_draft_in_training_mode_leaves_vanillas_stream(do_sample):
-    """A draft model left in training mode, with dropout, does not move the caller's stream either."""
-    draft = build("gpt2", seed=1).train()
-    both(shared(), draft, prompt(), NEW | {"do_sample": do_sample}, draft_budget=3).assert_same()
-
-
-def test_a_target_in_training_mode_gives_vanillas_tokens():
-    """A target that really drops units at random writes what vanilla writes under the same seed."""
-    model = build("gpt2").train()
-    torch.manual_seed(0)
-    assert not torch.equal(plain_text(model, prompt(), **NEW), plain_text(shared("gpt2"), prompt(), **NEW))
-    both(model, shared("gpt2"), prompt(), NEW, draft_budget=3).assert_same()
-
-
-def test_a_training_mode_without_dropout_is_still_sped_up():
-    """trl generates in training mode; a model without dropout is as exact there as anywhere."""
-    both(build().train(), noisy(), prompt(), NEW, draft_budget=3).assert_same().assert_drafted()
-
-
-def test_a_source_cannot_write_into_the_text():
-    """A source that writes into the ids it was shown changes nothing."""
-
-    def propose(ids: torch.Tensor, budget: Any, num_round: int) -> Draft:
-        ids.fill_(5)
-        return Draft(rows(5))
-
-    both(shared(), FunctionSource(propose), prompt(), NEW, draft_budget=3).assert_same()
-
-
-# Errors of the user's own objects
-
-
-class Raising(LogitsProcessor, StoppingCriteria):
-    """Processor, criterion or streamer that raises at its sixth call."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._num_calls = 0
-
-    def _count(self) -> None:
-        self._num_calls += 1
-        if self._num_calls == 6:
-            raise BrokenError(self._kind)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any) -> Any:
-        self._count()
-        return scores if self._kind == "logits_processor" else torch.tensor([False])
-
-    def put(self, value: torch.Tensor) -> None:
-        self._count()
-
-    def end(self) -> None:
-        raise AssertionError("vanilla does not call end() after an error")
-
-
-@pytest.mark.parametrize("kind", ["logits_processor", "stopping_criteria", "streamer"])
-def test_a_users_error_passes_through_and_the_next_call_is_right(kind):
-    """What the user's objects raise reaches the user untouched; the draft is stopped; the model works on."""
-    model = build()
-    script = Scripted(TEXT, [9, 0])
-    raising = Raising(kind)
-    with hfspec.patched(model, script, draft_budget=4):
-        with pytest.raises(BrokenError, match=kind):
-            model.generate(prompt(), **NEW, **{kind: raising if kind == "streamer" else [raising]})
-        assert hfspec.stats(model).fallback_reason is None
-        assert torch.equal(model.generate(prompt(), **NEW), TEXT)
-    assert torch.equal(model.generate(prompt(), **NEW), TEXT)
-
-
-def test_an_error_of_the_target_passes_through():
-    """An error in the target's own forward is the user's to see."""
-    model, num_calls = build(), [0]
-
-    def fail(*args: Any) -> None:
-        num_calls[0] += 1
-        if num_calls[0] == 3:
-            raise BrokenError("in the target")
-
-    with hfspec.patched(model, noisy(), draft_budget=4):
-        hook = OnForward(model, before=fail)
-        with pytest.raises(BrokenError, match="in the target"):
-            model.generate(prompt(), **NEW)
-        hook.remove()
-        assert torch.equal(model.generate(prompt(), **NEW), TEXT)
-
-
 def test_the_loop_may_be_called_by_itself():
     """`_sample`, called directly with the host's arguments, is a call of its own."""
     model, seen = build(), []
@@ -511,7 +273,7 @@ def test_the_loop_may_be_called_by_itself():
     kwargs[compat.CACHE_KEY].crop(-kwargs[compat.CACHE_KEY].get_seq_length())
     ordered = [kwargs.pop(name) for name in ("logits_processor", "stopping_criteria", "generation_config")]
     with hfspec.patched(model, noisy(), draft_budget=3), torch.no_grad():
-        assert torch.equal(model._sample(*args, *ordered, **kwargs), TEXT)
+        assert torch.equal(model._sample(*args, *ordered, **kwargs), plain_text(shared(), prompt(), **NEW))
         assert hfspec.stats(model).last.drafted_tokens > 0
 
 
@@ -572,39 +334,60 @@ def test_drafts_of_several_lengths_are_verified_together():
     assert set(pair.stats.budget_histogram) >= {4}
 
 
-def test_a_source_that_fails_in_one_row_ends_drafting_for_all():
-    """The call goes on plainly, to vanilla's text."""
-
-    class Fails(Watching):
-        def start(self, context: Context) -> DraftSession:
-            return Fails(context.row)
-
-        def propose(self, input_ids: torch.Tensor, budget: Any) -> Draft:
-            if self.row == 2 and input_ids.shape[1] > 9:
-                raise BrokenError
-            return Draft(rows(5))
-
-    pair = both(shared(), Fails(), BATCH, NEW, draft_budget=4).assert_same()
-    assert "BrokenError" in pair.stats.fallback_reason
-    assert pair.stats.rounds > 0
+#: Makes rows keep in step.
+IN_STEP = {"return_dict_in_generate": True}
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_an_error_in_a_batch_passes_through(do_sample):
-    """What the target raises while rows are at different places reaches the user, and the next call is right."""
-    model, num_calls = build(), [0]
-    call = NEW | {"do_sample": do_sample}
+def test_what_rows_in_step_bring_is_remembered_apart(monkeypatch):
+    """They go on only where all of them accept: that says nothing of rows at their own paces, nor of a single one."""
+    remembered = []
 
-    def fail(*args: Any) -> None:
-        num_calls[0] += 1
-        if num_calls[0] == 4:
-            raise BrokenError("in the target")
+    class Noted(Controller):
+        def __init__(self, budget: Any, experience: Any, **kwargs: Any) -> None:
+            remembered.append(experience)
+            super().__init__(budget, experience, **kwargs)
 
-    expected = plain_text(model, BATCH, **call)
-    with hfspec.patched(model, noisy(), draft_budget=4):
-        hook = OnForward(model, before=fail)
-        with pytest.raises(BrokenError, match="in the target"):
-            model.generate(BATCH, **call)
-        hook.remove()
-        torch.manual_seed(0)
-        assert torch.equal(model.generate(BATCH, **call), expected)
+    monkeypatch.setattr(decode, "Controller", Noted)
+    with hfspec.patched(shared(), noisy()):
+        shared().generate(prompt(), **NEW)
+        shared().generate(BATCH, **NEW)
+        shared().generate(BATCH, **NEW, **IN_STEP)
+        shared().generate(BATCH, **NEW, **IN_STEP)
+    one, own_pace, in_step, in_step_again = remembered
+    assert one is own_pace
+    assert in_step is in_step_again
+    assert in_step is not one
+
+
+class Asked(DraftSource, BatchSession):
+    """Notes whether it is asked how sure it is while it drafts."""
+
+    def __init__(self) -> None:
+        self.reads_confidence: set[bool] = set()
+
+    def start(self, context: Context) -> DraftSession:
+        raise AssertionError("all rows are started together")
+
+    def start_batch(self, contexts: Any) -> BatchSession:
+        return self
+
+    def propose(self, texts: Any, budget: Any) -> list[Draft]:
+        self.reads_confidence.add(budget.reads_confidence)
+        return [Draft(rows(5), confidences=(0.9,)) for _ in texts]
+
+    def observe(self, outcomes: Any) -> None:
+        pass
+
+    def select(self, indices: Any) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("call", "is_asked"), [({}, True), (IN_STEP, False)], ids=["own paces", "in step"])
+def test_rows_in_step_are_not_asked_how_sure_they_are(call, is_asked):
+    """The one that is least sure decides for all of them, which no mean over the rows foresees: lengths are planned."""
+    source = Asked()
+    both(shared(), source, BATCH, NEW | call).assert_same().assert_drafted()
+    assert source.reads_confidence == {is_asked}

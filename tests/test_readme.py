@@ -22,9 +22,11 @@ from transformers import (
 import hfspec
 from hfspec import compat, weights
 from hfspec.cache.support import cache_problem
+from hfspec.cli.env import TESTED_TRANSFORMERS
 from hfspec.cli.main import app
 from tests.models import VOCAB, build, noisy, prompt, shared
 from tests.scripts import ROOT, benchmark
+from tests.zoo import page
 
 README = ROOT / "README.md"
 TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
@@ -158,6 +160,17 @@ def test_commands_are_found_and_wrong_ones_noticed():
 def test_blocks_are_found_with_their_lines():
     text = "a\n```python\nb\n```\n- c\n  ```bash\n  d\n    e\n  ```\n```\nf\n```\n"
     assert blocks_of(text, "python", "bash") == [Block("python", "b\n", 3), Block("bash", "d\n  e\n", 7)]
+
+
+def test_the_tested_releases_of_transformers_are_the_same_everywhere():
+    """`hfspec env`, nox, the pins, the README and the zoo's page all name those that the tests run on."""
+    *_, newest = TESTED_TRANSFORMERS
+    readme = " ".join(README.read_text().split())
+    assert re.findall(r'"(\d+\.\d+\.\d+)"', (ROOT / "noxfile.py").read_text()) == list(TESTED_TRANSFORMERS)
+    assert f"transformers=={newest}" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"tested transformers releases: {', '.join(TESTED_TRANSFORMERS)})" in readme
+    assert f"every architecture of transformers {newest}, " in readme
+    assert page.read()[0] == newest
 
 
 def test_the_benchmark_tables_are_those_of_the_result_files():

@@ -8,7 +8,7 @@ import torch
 import hfspec
 from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
 from hfspec.draft.guard import Guard
-from tests.models import PAD, VOCAB, both, noisy, plain_text, prompt, rows, shared
+from tests.models import PAD, VOCAB, FunctionSource, both, noisy, plain_text, prompt, rows, shared
 
 NEW = {"max_new_tokens": 12}
 
@@ -120,6 +120,24 @@ def test_an_empty_draft_is_a_plain_round():
 
     pair = both(shared(), Silent(), prompt(), NEW, draft_budget=3).assert_same()
     assert (pair.stats.rounds, pair.stats.plain_rounds, pair.stats.fallback_reason) == (0, 11, None)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_source_that_draws_random_numbers_leaves_vanillas_stream(do_sample):
+    """Same seed, same text, with any draft: what a source draws for itself does not move the caller's stream."""
+    source = FunctionSource(lambda ids, budget, num_round: Draft(torch.randint(3, VOCAB, (1, budget.num_tokens))))
+    call = NEW | {"do_sample": do_sample}
+    both(shared(), source, prompt(), call, draft_budget=3).assert_same().assert_drafted()
+
+
+def test_a_source_cannot_write_into_the_text():
+    """A source that writes into the ids it was shown changes nothing."""
+
+    def propose(ids, budget, num_round):
+        ids.fill_(5)
+        return Draft(rows(5))
+
+    both(shared(), FunctionSource(propose), prompt(), NEW, draft_budget=3).assert_same().assert_drafted()
 
 
 def test_a_call_without_rounds_starts_no_source():

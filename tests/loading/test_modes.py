@@ -7,7 +7,7 @@ import torch
 
 import hfspec
 from tests.loading.tiny import CALLS, assert_exact, assert_same_but_for_ties, noisy_copy, target
-from tests.models import both, plain_text, prompt
+from tests.models import both, build, plain_text, prompt
 
 # Before 5.24 layers checkpoint where there is nothing to checkpoint for.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -96,10 +96,14 @@ def test_gradients_can_be_taken_afterwards():
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_dropout_in_training_mode_runs_plain():
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["a number", "layers"])
+def test_dropout_in_training_mode_runs_plain(kind, do_sample):
     """No two forwards agree under dropout, so there is nothing to verify a draft by."""
-    model = target(attention_dropout=0.1).train()
-    call = NEW | {"do_sample": True}
+    model = target(attention_dropout=0.1) if kind == "a number" else build("gpt2")
+    call = NEW | {"do_sample": do_sample}
+    dry = plain_text(model, prompt(), **call)
+    assert not torch.equal(plain_text(model.train(), prompt(), **call), dry), "nothing was dropped"
     both(model, target(), prompt(), call, draft_budget=4).assert_same().assert_plain("dropout")
 
 

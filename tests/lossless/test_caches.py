@@ -227,6 +227,40 @@ def test_a_cache_handed_in(arch, name, num_rows):
         assert type(fast).__name__ in reason
 
 
+def ends_at(length: int) -> Callable[..., torch.Tensor]:
+    """A stopping criterion that no budget foresees."""
+    return lambda ids, scores, **kwargs: torch.tensor([ids.shape[1] >= length])
+
+
+@pytest.mark.parametrize("more", [DICT, {}], ids=["a dict is returned", "ids alone are returned"])
+@pytest.mark.parametrize(
+    ("arch", "draft"), [("llama", "llama"), ("llama", "gpt2"), *((each, each) for each in ("mistral", *RECURRENT))]
+)
+def test_the_users_own_object_is_filled(arch, draft, more):
+    """Case 23: the very cache that was handed in, handed back or not, by the target alone: a draft has its own."""
+    model = shared(arch)
+    for length in range(8, 16):  # reached in mid-draft, or not: more or less has to be taken back, or read again
+        vanillas, mine = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        call = NEW | {"stopping_criteria": [ends_at(length)]}
+        expected = model.generate(prompt(6), **{compat.CACHE_KEY: vanillas}, **call)
+        with hfspec.patched(model, noisy(draft), draft_budget=4):
+            out = model.generate(prompt(6), **{compat.CACHE_KEY: mine}, **call, **more)
+            assert hfspec.stats(model).last.drafted_tokens > 0
+            assert hfspec.stats(model).last.fallback_reason is None
+        assert torch.equal(getattr(out, "sequences", out), expected)
+        assert not more or out[compat.CACHE_KEY] is mine
+        assert_same_cache(vanillas, mine)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("arch", ENCODER_DECODER)
+def test_an_encoder_decoders_cache_is_handed_back(arch, num_rows):
+    """Both parts of it, with all states that were asked for, as vanilla has them."""
+    ids = torch.cat([prompt(6, seed=seed) for seed in range(num_rows)])
+    call = NEW | DICT | {"output_hidden_states": True, "output_scores": True, "output_attentions": True}
+    both(shared(arch), noisy(arch), ids, call, draft_budget=3).assert_same().assert_drafted()
+
+
 def test_a_static_cache_too_small_is_vanillas_error():
     """Case 22: the error of a cache that runs full is vanilla's, and comes neither sooner nor later."""
     for size in range(5, 31):
@@ -253,6 +287,7 @@ TURN_CACHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "local attention": ("gpt_neo", OBJECTS["made for the model"]),
     "positions learned": ("gpt2", OBJECTS["made for the model"]),
     "of vanilla's making": ("llama", lambda model: None),
+    "of vanilla's making, positions learned": ("gpt2", lambda model: None),
     "of vanilla's making, with windows": ("gemma3", lambda model: None),
 }
 for _arch in RECURRENT:
@@ -261,15 +296,15 @@ for _arch in RECURRENT:
 
 
 @pytest.mark.parametrize("fast_turns", ["fff", "fpf", "pfp"])
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("name", TURN_CACHES)
 def test_turns_over_one_cache(name, num_rows, fast_turns):
     """Case 23: three turns, patched (f) and plain (p) by turns, leave vanilla's texts and vanilla's cache."""
     arch, make = TURN_CACHES[name]
     model = shared(arch)
 
-    def run(turns: str) -> tuple[list[torch.Tensor], Any, int]:
-        cache, num_drafted = make(model), 0
+    def run(turns: str) -> tuple[list[torch.Tensor], Any]:
+        cache = make(model)
         ids = torch.cat([prompt(6, seed=seed) for seed in range(num_rows)])
         texts = []
         for number, turn in enumerate(turns):
@@ -278,19 +313,52 @@ def test_turns_over_one_cache(name, num_rows, fast_turns):
                 torch.manual_seed(number)
                 more = {"speculate": turn == "f", "do_sample": number == 1, "max_new_tokens": 9}
                 out = model.generate(ids, **given, **more, **DICT, **EAGERLY)
-                num_drafted += hfspec.stats(model).last.drafted_tokens
+                last = hfspec.stats(model).last
+            assert (last.drafted_tokens > 0) == (turn == "f")
+            assert turn == "p" or not last.fallback_reasons
             cache = out[compat.CACHE_KEY]
             texts.append(out.sequences)
             added = torch.cat([prompt(5, seed=10 + number + row) for row in range(num_rows)])
             ids = torch.cat([out.sequences, added], dim=-1)
-        return texts, cache, num_drafted
+        return texts, cache
 
-    expected, expected_cache, num_plain = run("ppp")
-    assert num_plain == 0
-    texts, cache, num_drafted = run(fast_turns)
-    assert num_drafted > 0
+    expected, expected_cache = run("ppp")
+    texts, cache = run(fast_turns)
     assert all(torch.equal(*pair) for pair in zip(expected, texts, strict=True))
     assert_same_cache(expected_cache, cache)
+
+
+def test_a_prefix_read_once_serves_many_calls():
+    """Case 23: a cache that already holds part of the prompt is gone on from, not read again."""
+    model, prefix = shared(), prompt(9)
+
+    def read() -> DynamicCache:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=prefix, use_cache=True, **{compat.CACHE_KEY: cache})
+        return cache
+
+    ids = torch.cat([prefix, prompt(4, seed=3)], dim=-1)
+    call = NEW | DICT
+    both(model, noisy(), ids, lambda: call | {compat.CACHE_KEY: read()}, draft_budget=4).assert_same().assert_drafted()
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+def test_a_cache_made_in_inference_mode_is_vanillas(arch):
+    """Outside, such a cache cannot be written into in place; vanilla does without, and so do we."""
+    model = shared(arch)
+
+    def second_turn() -> torch.Tensor:
+        with torch.inference_mode():
+            out = model.generate(prompt(6), **NEW, **DICT)
+        ids = torch.cat([out.sequences, prompt(4, seed=3)], dim=-1)
+        return model.generate(ids, **{compat.CACHE_KEY: out[compat.CACHE_KEY]}, **NEW)
+
+    expected = second_turn()
+    with hfspec.patched(model, noisy(arch), draft_budget=4):
+        found = second_turn()
+        assert hfspec.stats(model).last.drafted_tokens > 0
+    assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

@@ -269,8 +269,8 @@ RUBBISH: dict[str, tuple[Callable[[Any], Any], str]] = {
     "floats": (with_ids(lambda ids: ids.double()), "float64"),
     "bools": (with_ids(lambda ids: ids.bool()), "bool"),
     "too many": (with_ids(lambda ids: torch.cat([ids, ids], dim=-1)), "at most"),
-    "a negative id": (with_ids(lambda ids: ids - VOCAB), "vocabulary"),
-    "an id too large": (with_ids(lambda ids: ids + VOCAB), "vocabulary"),
+    "a negative id": (with_ids(lambda ids: torch.full_like(ids, -1)), "vocabulary"),
+    "an id too large": (with_ids(lambda ids: torch.full_like(ids, VOCAB)), "vocabulary"),
     "a huge id": (with_ids(lambda ids: ids + 2**62), "vocabulary"),
     "ids without memory": (with_ids(lambda ids: ids.to("meta")), ""),
     "sparse ids": (with_ids(lambda ids: ids.to_sparse()), ""),
@@ -348,15 +348,22 @@ def test_a_session_that_is_none_is_a_failure():
 @pytest.mark.parametrize("selection", ["seeded", "rejection"])
 @pytest.mark.parametrize("law", [0.0, -1.0, NAN, INF], ids=str)
 def test_a_law_that_is_none_ends_drafting(law, selection):
-    """Where laws decide what is accepted, one that is no law is never used."""
+    """Where laws decide what is accepted, one that is no law is never used: the draft might as well have raised."""
     model, call = build(), {"input_ids": prompt(6), "do_sample": True} | NEW
     expected, _ = written_by(model, call)
-    source = Faulty(expected, "propose", 2, with_law(torch.full((2, VOCAB), law)), is_batch=False)
-    with hfspec.patched(model, source, draft_budget=3, acceptance=selection):
-        text, _ = written_by(model, call)
-        (reason,) = hfspec.stats(model).last.fallback_reasons
-    assert "not a law" in reason
-    assert text.shape == expected.shape
+
+    def outcome_of(fault: Callable[[Any], Any], words: str) -> tuple[torch.Tensor, torch.Tensor]:
+        source = Faulty(expected, "propose", 2, fault, is_batch=False)
+        with hfspec.patched(model, source, draft_budget=3, acceptance=selection):
+            text, state = written_by(model, call)
+            (reason,) = hfspec.stats(model).last.fallback_reasons
+        assert words in reason
+        return text, state
+
+    text, state = outcome_of(with_law(torch.full((2, VOCAB), law)), "not a law")
+    without, state_without = outcome_of(raises(BrokenError()), "BrokenError")
+    assert torch.equal(text, without)
+    assert torch.equal(state, state_without)
     assert selection == "rejection" or torch.equal(text, expected)
 
 

@@ -249,6 +249,16 @@ def test_rows_go_on_where_others_have_drawn():
     assert rest == int(torch.multinomial(probs[3], 1)[0])
 
 
+def test_what_was_drawn_is_let_go():
+    """Noise and states of draws that are made serve nobody any more: a long text keeps no more than a short one."""
+    noise, kept = SeededNoise(), []
+    for law in laws(300):
+        noise.peek(law, 2)
+        noise.multinomial(law)
+        kept.append((len(noise._noise), len(noise._states)))
+    assert kept[-1] == kept[9]
+
+
 def test_memory_of_noise_is_bounded(monkeypatch):
     """However far a row runs ahead, no more noise is kept than allowed; what is drawn again is the same."""
     law = batch_laws(1, 2)[0]

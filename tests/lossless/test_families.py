@@ -183,6 +183,25 @@ def check_seq2seq_attentions(out, name):
     assert {each.shape[:2] for each in out.encoder_hidden_states} == {(1, length)}
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_returned_states_take_no_more_memory_than_vanillas(name, num_rows):
+    """Each is a tensor of its own, laid out as vanilla's: no part of a wide forward's, which it would keep alive."""
+    call = inputs_of(name) | everything(name) | {"max_new_tokens": NEW}
+    call |= {key: call[key].expand(num_rows, -1) for key in inputs_of(name)}
+    pair = check(name, call)
+    states = [part for part in pair.plain if "hidden_states" in part or "attentions" in part]
+    assert len(states) == (5 if name in SEQ2SEQ else 2)
+    for part in states:
+        for plain, fast in zip(flat(pair.plain[part]), flat(pair.fast[part]), strict=True):
+            assert fast.untyped_storage().nbytes() <= plain.untyped_storage().nbytes(), part
+            assert fast.stride() == plain.stride(), part
+
+
+def flat(states):
+    return [states] if isinstance(states, torch.Tensor) else [each for layer in states for each in flat(layer)]
+
+
 @pytest.mark.parametrize("name", [*FULL, *SEQ2SEQ])
 def test_the_returned_cache_has_its_shape(name):
     """Keys and values of every token but the last, in every layer; of an encoder, the whole source besides."""

@@ -1,1 +1,0 @@
-"""What Hugging Face's own tests of generation ask for, asked of patched models; written anew."""
