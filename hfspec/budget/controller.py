@@ -60,7 +60,7 @@ class Controller:
             self._batch = self._whole = experience.with_rows(num_rows)
             if self._may_pause:
                 self._look_back()
-            experience.begin_call()
+            experience.acceptance.begin_call()
 
     def next_round(self, lengths: Sequence[int], max_length: int | None = None, num_unread: int = 1) -> RoundBudget:
         """The budget of the next round.
@@ -196,11 +196,8 @@ class Controller:
 
     def _look_back(self) -> None:
         """Pause if earlier calls with as many rows did not earn back what the draft's reading of their prompts cost."""
-        whole = self._whole
-        if whole.tokens_lost > _LOSS_REMEMBERED:
+        if self._whole.tokens_lost > _LOSS_REMEMBERED:
             self._pause()
-        # What earlier calls gained does not pay for this one.
-        whole.tokens_lost = max(0.0, whole.tokens_lost)
 
     def _pause(self) -> None:
         batch = self._batch

@@ -159,9 +159,3 @@ class Experience:
             self._by_size[size] = self._last.for_other_rows() if self._last else BatchExperience()
         self._last = self._by_size[size]
         return self._last
-
-    def begin_call(self) -> None:
-        """Keep what is known of the pair, ready to learn what is different in a new text."""
-        self.acceptance.begin_call()
-        for batch in self._by_size.values():
-            batch.loosen(_WORTH_OF_OTHER_TEXTS)
