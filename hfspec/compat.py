@@ -222,6 +222,11 @@ def select_rows(model_kwargs: dict[str, Any], rows: Any, num_rows: int) -> dict[
     }
 
 
+def num_processes(model: PreTrainedModel) -> int:
+    """How many processes share the model's layers, all of which must make the same forwards."""
+    return getattr(model, "_tp_size", None) or 1
+
+
 def has_foreign_forward(model: PreTrainedModel) -> bool:
     """Whether the model's forward is somebody else's code than transformers'."""
     return not model.forward.__module__.startswith("transformers.")

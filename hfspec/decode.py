@@ -60,16 +60,16 @@ class PatchState:
             hint = "(Said once; hfspec.stats(model).fallback_reason keeps the reason.)"
             logger.warning(f"hfspec: {message} {hint}", reason)
 
-    def experience_with(self, drafter: object, is_lockstep: bool = False) -> Experience:
+    def experience_with(self, given: object, is_lockstep: bool = False) -> Experience:
         """What is known about the pair with this draft model or source (which need not be hashable).
 
         Rows in lock-step go on only where all of them accept: that is another experience.
         """
-        key = (id(drafter), is_lockstep)
+        key = (id(given), is_lockstep)
         found = self._experience.get(key)
-        if found is None or found[0]() is not drafter:
+        if found is None or found[0]() is not given:
             found = self._experience[key] = (
-                weakref.ref(drafter, lambda _: self._experience.pop(key, None)),
+                weakref.ref(given, lambda _: self._experience.pop(key, None)),
                 Experience(),
             )
         return found[1]
@@ -111,9 +111,18 @@ class Call:
 
     @property
     def plain_reason(self) -> str | None:
-        """Why the call runs plain whatever it asks for: by choice, or by the model's own loop; or `None`."""
-        own_loop = None if self.has_host_loop else f"{type(self.model).__name__} has a decoding loop of its own"
-        return _wanted_plain(self.options) or own_loop
+        """Why the call runs plain whatever it asks for: by choice, or by what the model is; or `None`."""
+        wanted = _wanted_plain(self.options)
+        if wanted is not None:
+            return wanted
+        if not self.has_host_loop:
+            return f"{type(self.model).__name__} has a decoding loop of its own"
+        if compat.num_processes(self.model) > 1 and self.options.budget.policy == "measured":
+            return (
+                "several processes share the model (tensor parallel), and what each would measure may differ; "
+                "a fixed number as draft_budget is the same for all"
+            )
+        return None
 
     def note_plain(self, reason: str, may_raise: bool = True) -> None:
         """This call runs plain: count the reason, say it once per model, or raise if told to."""
@@ -183,14 +192,14 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
         cache = speculative_cache(cache)  # the host has just made that one, for nobody else
     why = lockstep_reason(prepared, cache) if prepared.num_rows > 1 else None
     is_lockstep = why is not None
-    in_step = is_lockstep or prepared.num_rows == 1
+    has_one_transcript = is_lockstep or prepared.num_rows == 1
     if why is not None:
         call.metrics.lockstep_reasons[why] += 1
 
     noise = SeededNoise()
     record = Record(prepared.generation_config, prepared.encoder_outputs)
-    noises = RowNoise.of_batch(noise, prepared.num_rows, runs_ahead=not in_step)
-    if in_step:
+    noises = RowNoise.of_batch(noise, prepared.num_rows, runs_ahead=not has_one_transcript)
+    if has_one_transcript:
         target = _target_in_step(prepared, cache)
         transcripts = [Transcript(prepared, _rule(call.options, prepared, noise), record)]
     else:
@@ -200,18 +209,18 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
             for row, draws in enumerate(noises)
         ]
     contexts = contexts_of(prepared, transcripts[0].rule.name, noises, call.encoder_inputs)
-    drafter = Guard(call.drafting.source, contexts, on_failure=_failure_counter(call))
+    source = Guard(call.drafting.source, contexts, on_failure=_failure_counter(call))
     # Rows in step go on only where all of them accept: what a single row's confidence says is no guide there.
     controller = Controller(
         call.options.budget,
-        call.state.experience_with(call.drafting.drafter, is_lockstep),
+        call.state.experience_with(call.drafting.given, is_lockstep),
         reads_confidence=prepared.device.type == "cpu" and not is_lockstep,
         num_rows=prepared.num_rows,
     )
     try:
-        loop.generate(target, drafter, transcripts, controller, call.metrics, prepared.max_length)
+        loop.generate(target, source, transcripts, controller, call.metrics, prepared.max_length)
     finally:
-        drafter.stop()
+        source.stop()
         target.level_cache(transcripts[0].num_new)
         call.metrics.speculative_calls = int(call.metrics.rounds > 0)
     if prepared.streamer is not None:

@@ -31,7 +31,7 @@ class Drafting:
     problem: str | None = None
 
     @property
-    def drafter(self) -> object:
+    def given(self) -> object:
         """What the user passed: the draft model, or the source."""
         return self.source.model if isinstance(self.source, ModelDraft) else self.source
 

@@ -20,7 +20,7 @@ from hfspec.target.forward import RaggedTarget, Target
 
 def generate(
     target: Target,
-    drafter: Guard,
+    source: Guard,
     transcripts: Sequence[Transcript],
     controller: Controller,
     metrics: Metrics,
@@ -37,8 +37,8 @@ def generate(
         _prefill(target, transcripts, metrics)
         with compat.decoding(target.model):
             at_work = transcripts
-            while at_work := _unfinished(at_work, target, drafter):
-                _round(target, drafter, at_work, controller, metrics, max_length)
+            while at_work := _unfinished(at_work, target, source):
+                _round(target, source, at_work, controller, metrics, max_length)
     finally:
         metrics.new_tokens += sum(each.num_new * each.num_rows for each in transcripts)
         metrics.steps += max(0, max(each.num_new for each in transcripts) - 1)
@@ -62,7 +62,7 @@ def _prefill(target: Target, transcripts: Sequence[Transcript], metrics: Metrics
 
 def _round(
     target: Target,
-    drafter: Guard,
+    source: Guard,
     transcripts: Sequence[Transcript],
     controller: Controller,
     metrics: Metrics,
@@ -73,15 +73,11 @@ def _round(
     device = texts[0].device
     started = time.perf_counter()
 
-    budget = (
-        controller.next_round([text.shape[1] for text in texts], max_length, target.num_unread)
-        if target.problem is None
-        else RoundBudget(0, why_plain=target.problem)
-    )
-    with measured(device) as drafting:
-        drafts = drafter.propose(texts, budget)
+    budget = _budget(target, texts, controller, max_length)
+    with measured(device) as draft_time:
+        drafts = source.propose(texts, budget)
     drafts = _trimmed(drafts, transcripts, max_length)
-    with measured(device) as verifying:
+    with measured(device) as verify_time:
         verified = target.verify(texts, [draft.token_ids for draft in drafts])
     outcomes: list[Outcome] = []
     for transcript, rows in _with_rows(transcripts):
@@ -89,20 +85,29 @@ def _round(
         outcomes += [outcome] * transcript.num_rows
     target.keep([outcome.num_committed for outcome in outcomes])
     if budget.num_tokens:
-        drafter.observe(outcomes)
+        source.observe(outcomes)
 
-    seconds = (drafting.seconds, verifying.seconds, time.perf_counter() - started)
+    seconds = (draft_time.seconds, verify_time.seconds, time.perf_counter() - started)
     round_ = Round(drafts, outcomes, len(transcripts) < len(texts), verified.num_read, *seconds)
     metrics.count_round(round_, budget.why_plain)
     controller.observe(round_)
 
 
-def _unfinished(transcripts: Sequence[Transcript], target: Target, drafter: Guard) -> Sequence[Transcript]:
+def _budget(
+    target: Target, texts: Sequence[torch.Tensor], controller: Controller, max_length: int | None
+) -> RoundBudget:
+    """What the round may draft: nothing where nothing can be verified."""
+    if target.problem is not None:
+        return RoundBudget(0, why_plain=target.problem)
+    return controller.next_round([text.shape[1] for text in texts], max_length, target.num_unread)
+
+
+def _unfinished(transcripts: Sequence[Transcript], target: Target, source: Guard) -> Sequence[Transcript]:
     """Those that go on; rows that have ended by themselves leave target and draft."""
     rows = [row for row, each in enumerate(transcripts) if not each.is_finished]
     if isinstance(target, RaggedTarget) and 0 < len(rows) < len(transcripts):
         target.select(rows)
-        drafter.select(rows)
+        source.select(rows)
     return [transcripts[row] for row in rows]
 
 

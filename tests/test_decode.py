@@ -391,3 +391,12 @@ def test_rows_in_step_are_not_asked_how_sure_they_are(call, is_asked):
     source = Asked()
     both(shared(), source, BATCH, NEW | call).assert_same().assert_drafted()
     assert source.reads_confidence == {is_asked}
+
+
+@pytest.mark.parametrize(("budget", "is_plain"), [("auto", True), (3, False)])
+def test_processes_that_share_a_model_must_choose_alike(budget, is_plain):
+    """Tensor parallel: what each process would measure may differ, a fixed number does not."""
+    model = build()
+    model._tp_size = 2  # as the host notes it; the layers are whole here
+    pair = both(model, noisy(), prompt(), NEW, draft_budget=budget).assert_same()
+    pair.assert_plain("tensor parallel") if is_plain else pair.assert_drafted()

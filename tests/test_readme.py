@@ -1,5 +1,6 @@
 """What the README says is so: its Python runs, its commands exist, its tables are the measured ones."""
 
+import inspect
 import json
 import re
 import shlex
@@ -268,6 +269,19 @@ def _dropout():
     return _call(model.train())
 
 
+def _hooked():
+    model = build()
+    model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    return _call(model)
+
+
+def _own_preparation():
+    model = build()
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
+    return _call(model)
+
+
 def _int8():
     model = build(dtype=torch.float32)
     with warnings.catch_warnings():
@@ -297,6 +311,9 @@ NOT_SPED_UP = {
     "a cache class of your own": lambda: _call(**{compat.CACHE_KEY: _OwnCache()}),
     "a draft with another tokenizer": lambda: _call(draft=build(vocab_size=200)),
     "training mode with dropout": _dropout,
+    "gradients through `generate()`": lambda: _call(build(), through_gradients=True),
+    "forward hooks on the target, but for transformers' and Accelerate's own": _hooked,
+    "a target whose inputs others prepare: PEFT's virtual tokens, old remote code": _own_preparation,
     "LLM.int8 with outliers, dynamic int8 layers in the target": _int8,
     "dynamic or long RoPE beyond the original length": lambda: _call(
         build(rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, max_position_embeddings=12)
@@ -304,6 +321,9 @@ NOT_SPED_UP = {
     "sparse attention beyond what it picks": lambda: _call(_with(build(), index_topk=4)),
     "attention weights over windowed or static caches": lambda: _call(
         build("mistral"), return_dict_in_generate=True, output_attentions=True
+    ),
+    "`use_cache=False` with a cache of your own": lambda: _call(
+        use_cache=False, **{compat.CACHE_KEY: DynamicCache(config=shared().config)}
     ),
     "hidden states without a cache": lambda: _call(
         use_cache=False, return_dict_in_generate=True, output_hidden_states=True
@@ -340,7 +360,9 @@ def test_what_is_not_sped_up_says_why(name, monkeypatch):
         assert _table()[name] in cache_problem(call[compat.CACHE_KEY])
         return
     with hfspec.patched(model, draft):
-        model.generate(ids, **call)
+        # Its decorator is what switches gradients off.
+        wrapped = inspect.unwrap if call.pop("through_gradients", False) else lambda function: function
+        wrapped(type(model).generate)(model, ids, **call)
         stats = hfspec.stats(model)
     assert stats.drafted_tokens == 0
     assert _table()[name] in stats.fallback_reason

@@ -98,7 +98,7 @@ class Controller:
         batch = self._batch
         if self._has_read_prompt or num_remaining is None:
             return True
-        reading = batch.costs.reading.value * max(self._lengths) * batch.plain_rate
+        reading = batch.costs.reading.value * max(self._lengths) * len(self._lengths) * batch.plain_rate
         is_hoped = reading <= _HOPED_GAIN * num_remaining
         rate = batch.speculative_rate
         if not batch.rounds_on or not rate:
@@ -143,7 +143,7 @@ class Controller:
     def _observe(self, round_: Round) -> None:
         batch, costs = self._batch, self._batch.costs
         num_drafted, draft_seconds = round_.num_drafted, round_.draft_seconds
-        costs.add_forward(round_.num_read, round_.verify_seconds)
+        batch.add_forward(round_.num_read, round_.verify_seconds)
         costs.add_overhead(max(0.0, round_.seconds - draft_seconds - round_.verify_seconds))
         if num_drafted == 0:
             batch.rounds_since_plain = 0
@@ -154,7 +154,7 @@ class Controller:
             self._experience.gives_confidence = any(draft.confidences for draft in round_.drafts)
         self._has_read_prompt, reading = True, 0.0
         if round_.caught_up:
-            reading = costs.add_reading(round_.caught_up, num_drafted, draft_seconds)
+            reading = costs.add_reading(round_.caught_up * round_.num_rows, num_drafted, draft_seconds)
         else:
             costs.add_draft(num_drafted, draft_seconds)
         for draft, outcome in round_.verdicts:

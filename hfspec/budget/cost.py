@@ -32,10 +32,9 @@ class Seconds:
         self.value = statistics.median_low(self._recent)
 
     def as_guess(self) -> "Seconds":
-        """What is soon outweighed by times of its own."""
+        """The same value, until there is a time of its own."""
         guess = Seconds()
-        if self.count:
-            guess.add(self.value)
+        guess.value = self.value
         return guess
 
 
@@ -51,7 +50,7 @@ class Costs:
         draft_token: one token of a draft.
         overhead: the loop itself, a round.
         by_width: a target forward, by its width in tokens.
-        reading: the source's, for each token of a text that it has to read first.
+        reading: the source's, for each token of each text that it has to read first.
     """
 
     draft_token: Seconds = field(default_factory=Seconds)
@@ -61,11 +60,21 @@ class Costs:
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_PACES))
     _plain_forwards_wanted: int = 2
 
-    def add_forward(self, width: int, seconds: float) -> None:
-        """Take the time of a target forward."""
-        self._add(self.by_width.setdefault(width, Seconds()), seconds)
+    def add_forward(self, width: int, seconds: float) -> float:
+        """Take the time of a target forward.
+
+        Returns:
+            By how much all that was only guessed had to be scaled to it: 1.0, except at the first plain forward.
+        """
+        times = self.by_width.setdefault(width, Seconds())
+        scale = seconds / times.value if width == 1 and times.count == 0 and times.value > 0 else 1.0
+        for guess in (*self.by_width.values(), self.draft_token, self.overhead, self.reading):
+            if guess.count == 0:
+                guess.value *= scale
+        self._add(times, seconds)
         if width == 1:
             self._plain_forwards_wanted = max(0, self._plain_forwards_wanted - 1)
+        return scale
 
     def add_draft(self, num_tokens: int, seconds: float) -> None:
         """Take the time of a draft."""
@@ -106,7 +115,7 @@ class Costs:
         Between measured widths they are interpolated. Beyond them next to no slope is assumed, as the true
         curve has steps: a wide forward that turns out dear is measured once, a cheap one would never be found.
         """
-        widths = sorted(width for width, times in self.by_width.items() if times.count)
+        widths = sorted(width for width, times in self.by_width.items() if times.value)
         if not widths:
             return [0.0] * (max_width + 1)
         wanted = numpy.arange(max_width + 1)

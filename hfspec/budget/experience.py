@@ -121,6 +121,10 @@ class BatchExperience:
         guess.loosen(_WORTH_OF_OTHER_SIZES)
         return guess
 
+    def add_forward(self, width: int, seconds: float) -> None:
+        """Take the time of a target forward; the first plain one tells how far guesses were off."""
+        self.seconds.value *= self.costs.add_forward(width, seconds)
+
     def loosen(self, count: int) -> None:
         """Take what rounds brought and cost for no more than so many rounds' worth."""
         self.tokens.loosen(count)
@@ -150,12 +154,11 @@ class Experience:
     gives_confidence: bool = True
     lock: threading.RLock = field(default_factory=threading.RLock)
     _by_size: dict[int, BatchExperience] = field(default_factory=dict)
-    _last: BatchExperience | None = None
 
     def with_rows(self, num_rows: int) -> BatchExperience:
-        """What is known of so many rows at work: 1, 2, 3–4, 5–8, … share it. A new size begins with the last one's."""
+        """What is known of so many rows at work: 1, 2, 3–4, 5–8, … share it. A new size begins as the nearest known."""
         size = (num_rows - 1).bit_length()
         if size not in self._by_size:
-            self._by_size[size] = self._last.for_other_rows() if self._last else BatchExperience()
-        self._last = self._by_size[size]
-        return self._last
+            nearest = min(self._by_size, key=lambda known: abs(known - size), default=None)
+            self._by_size[size] = BatchExperience() if nearest is None else self._by_size[nearest].for_other_rows()
+        return self._by_size[size]

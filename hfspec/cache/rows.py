@@ -64,6 +64,8 @@ class Rows:
             The mask `[batch, slots + width]` (`None`: nothing to hide) and the position ids `[batch, width]`.
         """
         width = max(lengths)
+        if self._mask is None and len({*zip(self.positions, lengths, strict=True)}) == 1:
+            return None, self._open_evenly(width)
         columns = torch.arange(width, device=self._device)
         counts = torch.tensor(lengths, device=self._device)[:, None]
         first = width - counts if to_the_right else torch.zeros_like(counts)
@@ -78,6 +80,15 @@ class Rows:
         self.positions = [position + length for position, length in zip(self.positions, lengths, strict=True)]
         self._num_tokens = [before + length for before, length in zip(self._num_tokens, lengths, strict=True)]
         return self._mask, position_ids
+
+    def _open_evenly(self, width: int) -> torch.Tensor:
+        """Where all rows are alike there is nothing to hide, and the position ids are known without the device."""
+        start = self.positions[0]
+        num_rows = len(self.positions)
+        self._rollback.num_read += width
+        self.positions = [start + width] * num_rows
+        self._num_tokens = [before + width for before in self._num_tokens]
+        return torch.arange(start, start + width, device=self._device).expand(num_rows, -1)
 
     def close(self, lengths: Sequence[int], kept: Sequence[int]) -> None:
         """After a forward over `lengths[i]` tokens of row `i`, filled up at the right: keep the first `kept[i]`."""

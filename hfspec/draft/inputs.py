@@ -57,18 +57,26 @@ def media(context: Context, width: int, device: torch.device) -> dict[str, Any]:
         if name == _MASK:
             continue
         if name.endswith(_TYPES_OF_IDS):  # one for each id of the prompt; text comes behind it
-            types = without_hidden(mask, value)
+            types = Visible(mask).of(value)
             value = functional.pad(types, (0, width - types.shape[1]))
         given[name] = _to_device(value, device)
     return given
 
 
-def without_hidden(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor:
-    """A row's text `[1, n]` without what the mask of its prompt hides."""
-    if mask is None:
-        return input_ids
-    num_prompt = mask.shape[1]
-    return torch.cat([input_ids[:, :num_prompt][mask.bool()].unsqueeze(0), input_ids[:, num_prompt:]], dim=-1)
+class Visible:
+    """Which of a row's ids a draft reads: all but what the mask of its prompt `[1, prompt_length]` hides."""
+
+    def __init__(self, mask: torch.Tensor | None) -> None:
+        self._num_prompt = 0 if mask is None else mask.shape[1]
+        # Found once, as that waits for the device.
+        self._indices = None if mask is None else mask[0].nonzero()[:, 0]
+
+    def of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The ids of a text `[1, n]` that are not hidden."""
+        if self._indices is None:
+            return input_ids
+        prompt = input_ids.index_select(1, self._indices.to(input_ids.device))
+        return torch.cat([prompt, input_ids[:, self._num_prompt :]], dim=-1)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -80,6 +80,8 @@ class _ModelSession(BatchSession):
     """The draft's cache in one call. A row's position is the number of its ids that are in it."""
 
     def __init__(self, source: ModelDraft, contexts: Sequence[Context]) -> None:
+        if source.model.training and compat.CHECKPOINTING_DROPS_CACHE and _checkpoints(source.model):
+            raise DraftError("a draft in training mode with gradient checkpointing keeps no cache: draft.eval()")
         self._source = source
         self._contexts = list(contexts)
         device = compat.input_device(source.model)
@@ -95,12 +97,11 @@ class _ModelSession(BatchSession):
         if source.takes_encoder_outputs:
             self._constant_inputs |= inputs.of_encoder(source.model, contexts[0], self._device)
         self._sees = source.sees(contexts[0])
+        masks = [inputs.given_mask(each) if self._sees else each.prompt_mask for each in contexts]
+        self._visible = [inputs.Visible(mask) for mask in masks]
 
     def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:
-        prefixes = [
-            inputs.without_hidden(inputs.given_mask(context) if self._sees else context.prompt_mask, text)
-            for context, text in zip(self._contexts, texts, strict=True)
-        ]
+        prefixes = [visible.of(text) for visible, text in zip(self._visible, texts, strict=True)]
         self._num_ids = [prefix.shape[1] for prefix in prefixes]
         unread = [prefix[:, read:] for prefix, read in zip(prefixes, self._rows.positions, strict=True)]
         caught_up = max(0, max(each.shape[1] for each in unread) - _USUAL_UNREAD)
@@ -129,6 +130,7 @@ class _ModelSession(BatchSession):
     def select(self, rows: Sequence[int]) -> None:
         self._contexts = [self._contexts[row] for row in rows]
         self._processors = [self._processors[row] for row in rows]
+        self._visible = [self._visible[row] for row in rows]
         self._num_ids = [self._num_ids[row] for row in rows]
         self._rows.select(rows)
 
@@ -143,14 +145,14 @@ class _ModelSession(BatchSession):
         lengths = [each.shape[1] for each in unread]
         width = max(lengths)
         is_first = self._rows.num_slots == 0
-        if wants_logits and len(unread) > 1 and width > _MAX_LOGITS and not is_first:
+        # A prompt stands at the right end; what follows it, at the left, so that no gap parts it from the prompt.
+        ends_together = is_first or min(lengths) == width
+        if wants_logits and width > _MAX_LOGITS and not ends_together:
             # The logits of so many tokens would take much memory: leave each row's last for a forward of its own.
             if min(lengths) == 1:
                 raise DraftError("rows that have fallen far apart cannot be read together")
             self._read([each[:, :-1] for each in unread], wants_logits=False)
             return self._read([each[:, -1:] for each in unread])
-        # A prompt stands at the right end; what follows it, at the left, so that no gap parts it from the prompt.
-        ends_together = is_first or min(lengths) == width
         filled = [_filled(each, width, at_the_end=is_first) for each in unread]
         mask, position_ids = self._rows.open(lengths, to_the_right=is_first)
         kwargs = dict(self._constant_inputs)
@@ -168,7 +170,7 @@ class _ModelSession(BatchSession):
             kwargs["logits_to_keep"] = 1 if ends_together or not wants_logits else width
         with stepping([] if is_first else self._stepping_layers):
             all_logits: torch.Tensor = self._source.model(**kwargs).logits
-        if not is_first:
+        if not ends_together:
             self._rows.close(lengths, lengths)
         if ends_together or not wants_logits:
             return self._fitted(all_logits[:, -1])
@@ -214,6 +216,10 @@ class _OneRow(DraftSession):
 
     def stop(self) -> None:
         self._batch.stop()
+
+
+def _checkpoints(model: PreTrainedModel) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _filled(token_ids: torch.Tensor, width: int, at_the_end: bool) -> torch.Tensor:

@@ -82,9 +82,11 @@ def test_another_number_of_rows_begins_with_what_the_last_one_cost():
     two = experience.with_rows(2).costs
     assert two.needs_plain
     two.add_forward(1, 3.0)
-    assert two.pace == pytest.approx(3.0)
+    assert two.forwards(4)[1] == pytest.approx(3.0)
+    assert two.forwards(4)[4] == pytest.approx(3.9)
+    two.add_forward(4, 6.0)
     two.add_forward(8, 6.0)
-    assert two.forwards(8)[8] == pytest.approx(2 * two.forwards(8)[1])
+    assert two.forwards(8)[4] == two.forwards(8)[8] == pytest.approx(2 * two.forwards(8)[1])
     assert experience.with_rows(1).costs is one
     assert one.pace == 1.0
 

@@ -1,10 +1,12 @@
 """The controller on a real pair's verdicts, which `benchmarks/budget.py` recorded: no model, no clock."""
 
+import random
 import statistics
 
 import pytest
 
 from hfspec import DraftBudget
+from hfspec.budget.experience import Experience
 from tests.scripts import ROOT, benchmark
 
 budget = benchmark("budget")
@@ -53,3 +55,15 @@ def test_a_free_and_perfect_draft_is_bounded_by_its_length():
     perfect = [budget.Text("1", "all right", [True] * 400, [1.0] * 400)]
     (speed_up,) = budget.replay(perfect, budget.Prices(0.0, 0.0, 0.0), DraftBudget(max_tokens=16), orders=1)
     assert 12 < speed_up <= 17
+
+
+@pytest.mark.parametrize("order", range(4))
+def test_batches_of_another_size_are_not_taken_for_those_before(order):
+    """Eight rows after four that paid: what they cost is found out in one call, and then they are left alone."""
+    experience, prices, texts = Experience(), budget.Prices(draft=0.3, wider=0.08, reading=2.0), list(TEXTS)
+    random.Random(order).shuffle(texts)
+    for start in range(0, 24, 4):
+        budget.speedup(texts[start : start + 4], experience, prices, DraftBudget())
+    found = [budget.speedup(texts[start : start + 8], experience, prices, DraftBudget()) for start in (0, 8, 16)]
+    assert found[0] > 0.8
+    assert min(found[1:]) > 0.97
