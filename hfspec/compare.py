@@ -66,11 +66,13 @@ def verify(model: PreTrainedModel, inputs: Any, *, seed: int = 0, **generate_kwa
 
     Raises:
         PatchError: the model is not patched.
-        ConfigError: `acceptance="rejection"` with sampling keeps the law of the tokens, not the tokens.
+        ConfigError: `acceptance="rejection"` with sampling keeps the distribution of the tokens, not the tokens.
     """
     acceptance = generate_kwargs.get("acceptance", options_of(model).acceptance)
     if acceptance == "rejection" and _is_sampled(model, generate_kwargs):
-        raise ConfigError("verify() compares tokens; acceptance='rejection' keeps only their law. Use 'seeded'.")
+        raise ConfigError(
+            "verify() compares tokens; acceptance='rejection' keeps only their distribution. Use 'seeded'."
+        )
     call = _inputs(inputs) | generate_kwargs
     plain_ids = _seeded_generate(model, seed, call | {"speculate": False})
     speculative_ids = _seeded_generate(model, seed, call)

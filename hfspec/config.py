@@ -87,7 +87,7 @@ class Options:
     Args:
         budget: draft tokens a round.
         acceptance: how a sampled call decides on draft tokens. `"seeded"` gives the very tokens that
-            plain sampling gives under the same seed; `"rejection"` keeps the law of the tokens, not
+            plain sampling gives under the same seed; `"rejection"` keeps the distribution of the tokens, not
             the tokens (Leviathan et al. 2022, arXiv 2211.17192). Greedy calls have nothing to choose.
         speculate: `False` runs plain.
         on_unsupported: what to do with a call that cannot be sped up: `"warn"` once and run plain, or `"raise"`.

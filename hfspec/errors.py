@@ -1,4 +1,7 @@
-"""Everything hfspec raises on purpose. Each message says what clashed and the way out."""
+"""What the library raises on purpose. Each message says what clashed and the way out.
+
+Errors of one part alone (`WeightsError`, those of the commands) stand beside it; all are `HfspecError`s.
+"""
 
 
 class HfspecError(Exception):

@@ -72,7 +72,7 @@ def patch(
         draft_budget: draft tokens a round: `"auto"` (measured while running), `"ratio"`, a fixed number,
             or a `DraftBudget`.
         acceptance: for sampled calls, `"seeded"` (the tokens plain sampling gives under the same seed) or
-            `"rejection"` (the same law, other tokens).
+            `"rejection"` (the same distribution, other tokens).
         on_unsupported: `"warn"` once and run plain, or `"raise"`, for calls that cannot be sped up.
         tokenizer, draft_tokenizer: to check that both vocabularies agree; by default looked for, without
             network, where the models were loaded from.

@@ -37,8 +37,8 @@ class Draft:
 
     Attributes:
         token_ids: `[1, num_tokens]`, int64, on the target's device.
-        probs: `[num_tokens, vocab]`, the law each token was really drawn from; `None` if they were chosen,
-            not drawn (argmax, lookup), which counts as a law with all its weight on the token.
+        probs: `[num_tokens, vocab]`, the distribution each token was really drawn from; `None` if they were chosen,
+            not drawn (argmax, lookup), which counts as a distribution with all its weight on the token.
         confidences: for each token, how sure the source is, 0 … 1, in any scale of its own; may be empty.
         caught_up: tokens the source had to read first, beyond the one or two that a round leaves unread.
         is_padding: whether no source proposed it: what surely comes after the end of a row.

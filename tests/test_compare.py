@@ -85,9 +85,12 @@ def test_what_cannot_be_reproduced_is_not_explained():
 
 def test_the_law_cannot_be_compared_by_tokens():
     """`verify` refuses rejection, named in the call or in the patch, where sampled tokens may rightly differ."""
-    with hfspec.patched(shared(), noisy()), pytest.raises(hfspec.ConfigError, match="law"):
+    with hfspec.patched(shared(), noisy()), pytest.raises(hfspec.ConfigError, match="distribution"):
         hfspec.verify(shared(), prompt(), acceptance="rejection", do_sample=True, **NEW)
-    with hfspec.patched(shared(), noisy(), acceptance="rejection"), pytest.raises(hfspec.ConfigError, match="law"):
+    with (
+        hfspec.patched(shared(), noisy(), acceptance="rejection"),
+        pytest.raises(hfspec.ConfigError, match="distribution"),
+    ):
         hfspec.verify(shared(), prompt(), do_sample=True, **NEW)
 
 

@@ -113,6 +113,7 @@ def host_loads_stand_ins(stand_ins, monkeypatch):
         monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
 
 
+@pytest.mark.filterwarnings("ignore:.*(torch.ao.quantization|quantized tensor creation)")  # torch has a successor
 @pytest.mark.usefixtures("host_loads_stand_ins")
 def test_every_python_block_runs(monkeypatch, tmp_path):
     """In order, in one namespace; a traceback shows the README's own line numbers."""

@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Proposal:
-    """The draft's token at one position, and the law it was drawn from, `[vocab]`; `None` for all weight on it."""
+    """The draft's token at one position, and the distribution it is from, `[vocab]` (`None`: all on the token)."""
 
     token_id: int
     probs: torch.Tensor | None = None
@@ -77,7 +77,7 @@ class Rejection(Rule):
     """Accept the proposed token with probability min(1, target ÷ draft), else draw a recovered token.
 
     The recovered token comes from the normalised positive part of target − draft, so that what is
-    chosen follows the target's law whatever the draft (Leviathan et al. 2022, arXiv 2211.17192).
+    chosen follows the target's distribution whatever the draft (Leviathan et al. 2022, arXiv 2211.17192).
     """
 
     name = "rejection"
@@ -90,22 +90,22 @@ class Rejection(Rule):
         return torch.cat([self._judge(probs[None], each) for probs, each in zip(target_probs, proposals, strict=True)])
 
     def _judge(self, target_probs: torch.Tensor, proposal: Proposal) -> torch.Tensor:
-        draft_probs = self._law_of(proposal, target_probs)
+        draft_probs = self._distribution_of(proposal, target_probs)
         coin = torch.rand((), device=target_probs.device, dtype=target_probs.dtype)
         # Strict: a coin of exactly 0 must not accept a token that the target never gives.
         if coin * draft_probs[0, proposal.token_id] < target_probs[0, proposal.token_id]:
             return torch.tensor([proposal.token_id], device=target_probs.device)
         residual = (target_probs - draft_probs).clamp_(min=0)
-        # All zero only if both laws agree to the last bit, where rejection is rounding.
+        # All zero only if both distributions agree to the last bit, where rejection is rounding.
         if not bool(residual.sum() > 0):
             residual = target_probs
         return torch.multinomial(residual, num_samples=1).squeeze(1)
 
     @staticmethod
-    def _law_of(proposal: Proposal, like: torch.Tensor) -> torch.Tensor:
+    def _distribution_of(proposal: Proposal, like: torch.Tensor) -> torch.Tensor:
         if proposal.probs is not None:
-            law = proposal.probs.to(like).unsqueeze(0)
-            return law / law.sum()
+            distribution = proposal.probs.to(like).unsqueeze(0)
+            return distribution / distribution.sum()
         one_hot = torch.zeros_like(like)
         one_hot[0, proposal.token_id] = 1
         return one_hot

@@ -33,7 +33,7 @@ class Context:
         vocab_size: width of the target's logits; a draft token id is below it.
         device: where the target's ids and logits are.
         selection: how the target will choose: `"greedy"`, `"seeded"` (sampling; the noise can be peeked at),
-            or `"rejection"` (draw the draft from its own law and hand over `probs`).
+            or `"rejection"` (draw the draft from its own distribution and hand over `probs`).
         processors: the call's logits processors.
         noise: the noise of a seeded call.
         prompt_mask: `[1, prompt_length]`, 0 where the prompt holds what is no text (padding, places of images);

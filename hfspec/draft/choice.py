@@ -22,7 +22,7 @@ class RowDraft:
         self._context = context
         self._processors = processors
         self._tokens: list[torch.Tensor] = []
-        self._laws: list[torch.Tensor] = []
+        self._distributions: list[torch.Tensor] = []
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +36,7 @@ class RowDraft:
         if context.selection == "rejection":
             preference = scores.softmax(dim=-1)
             index = torch.multinomial(preference, num_samples=1)
-            self._laws.append(_spread(preference, token_ids, context.vocab_size))
+            self._distributions.append(_spread(preference, token_ids, context.vocab_size))
         else:
             preference = _preference(context, scores, token_ids, position=self.num_tokens)
             index = preference.max(dim=-1, keepdim=True).indices
@@ -50,7 +50,7 @@ class RowDraft:
         """As the protocol wants it."""
         return Draft(
             token_ids=torch.cat(self._tokens, dim=-1),
-            probs=torch.cat(self._laws) if self._laws else None,
+            probs=torch.cat(self._distributions) if self._distributions else None,
             confidences=tuple(self.confidences),
             caught_up=caught_up,
         )
@@ -68,7 +68,7 @@ def _preference(context: Context, scores: torch.Tensor, token_ids: torch.Tensor 
 def _confidence(context: Context, preference: torch.Tensor, index: torch.Tensor) -> float:
     """How sure the choice of `index` `[1, 1]` is. `preference` is written over.
 
-    Drawn tokens: the law's greatest probability, read before any token is known by it. Picked tokens:
+    Drawn tokens: the distribution's greatest probability, read before any token is known by it. Picked tokens:
     1 where nothing else could have been picked, 0 where the second best was as likely.
     """
     if context.selection == "rejection":
@@ -79,7 +79,7 @@ def _confidence(context: Context, preference: torch.Tensor, index: torch.Tensor)
 
 
 def _spread(probs: torch.Tensor, token_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """A law over some tokens as one over the whole vocabulary, `[1, vocab]`."""
+    """A distribution over some tokens as one over the whole vocabulary, `[1, vocab]`."""
     if token_ids is None:
         return probs
     return probs.new_zeros(1, vocab_size).scatter_(1, token_ids, probs)

@@ -115,6 +115,6 @@ def _check_draft(draft: object, max_tokens: int, context: Context) -> None:
         return
     if tuple(draft.probs.shape) != wanted:
         raise DraftError(f"its probabilities have shape {list(draft.probs.shape)}; {list(wanted)} is needed")
-    # A law that does not sum to 1, nan included, would bias what is accepted.
+    # A distribution that does not sum to 1, nan included, would bias what is accepted.
     if not bool(((draft.probs.sum(dim=-1) - 1).abs() < 1e-3).all() & (draft.probs >= 0).all()):
-        raise DraftError("its probabilities are not a law: each row must be 0 or more and sum to 1")
+        raise DraftError("its probabilities are not a distribution: each row must be 0 or more and sum to 1")

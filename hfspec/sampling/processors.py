@@ -85,7 +85,7 @@ class DraftProcessors:
     """A call's stateless processors, applied to a draft's logits.
 
     From the first top-k on, where only token-blind ones follow, they work on the k best scores alone:
-    the same law, without sorting the whole vocabulary.
+    the same distribution, without sorting the whole vocabulary.
     """
 
     def __init__(self, processors: LogitsProcessorList) -> None:

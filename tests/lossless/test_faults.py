@@ -274,10 +274,13 @@ RUBBISH: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a huge id": (with_ids(lambda ids: ids + 2**62), "vocabulary"),
     "ids without memory": (with_ids(lambda ids: ids.to("meta")), ""),
     "sparse ids": (with_ids(lambda ids: ids.to_sparse()), ""),
-    "nan as a law": (with_law(torch.full((2, VOCAB), NAN)), "law"),
+    "nan as a law": (with_law(torch.full((2, VOCAB), NAN)), "distribution"),
     "a law for one token": (with_law(torch.full((1, VOCAB), 1 / VOCAB)), "shape"),
     "a law over other tokens": (with_law(torch.full((2, 5), 0.2)), "shape"),
-    "a law with a negative part": (with_law(torch.tensor([2.0, -1.0] + [0.0] * (VOCAB - 2)).expand(2, -1)), "law"),
+    "a law with a negative part": (
+        with_law(torch.tensor([2.0, -1.0] + [0.0] * (VOCAB - 2)).expand(2, -1)),
+        "distribution",
+    ),
     "a list as a law": (with_law([0.5, 0.5]), ""),
     "one confidence": (of_right(lambda draft: Draft(draft.token_ids, confidences=(0.5,))), "confidences"),
     "words as confidences": (of_right(lambda draft: Draft(draft.token_ids, confidences=("a", "b"))), "confidences"),
@@ -360,7 +363,7 @@ def test_a_law_that_is_none_ends_drafting(law, selection):
         assert words in reason
         return text, state
 
-    text, state = outcome_of(with_law(torch.full((2, VOCAB), law)), "not a law")
+    text, state = outcome_of(with_law(torch.full((2, VOCAB), law)), "not a distribution")
     without, state_without = outcome_of(raises(BrokenError()), "BrokenError")
     assert torch.equal(text, without)
     assert torch.equal(state, state_without)

@@ -93,7 +93,7 @@ def test_positions_that_begin_later(seed):
     """DeepSeek-V4's attention goes by where positions begin."""
     model, draft = of("causal: deepseek_v4", seed)
     call = ids_of(10) | {"position_ids": torch.arange(10)[None] + 3} | NEW
-    both(model, draft, None, call, draft_budget=4).assert_same().assert_plain("positions that are passed")
+    both(model, draft, None, call, draft_budget=4).assert_same().assert_plain("where positions begin later")
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
