@@ -15,7 +15,7 @@ _TRIAL_ROUNDS, _JUDGED_ROUNDS = 4, 6
 #: Plain rounds after speculation was found not to pay: twice as many each time, up to so many.
 _LONGEST_PAUSE = 512
 #: Tokens that earlier calls may have lost before the next one does without drafts.
-_LOSS_REMEMBERED = 8
+_LOSS_REMEMBERED = 4
 #: Share of the time that tries which do not pay may cost, the draft's reading of a long prompt included.
 _BEARABLE_LOSS = 0.03
 #: Share of a call's time that a try is hoped to save, where nothing is known of what it will.
@@ -167,7 +167,7 @@ class Controller:
             batch.tokens.add(num_committed)
             seconds = costs.rounds(num_drafted, round_.num_read - num_drafted)[-1]
             batch.seconds.add(seconds)
-            self._whole.tokens_lost += (seconds + reading) * batch.plain_rate - self._progress(round_)
+            self._whole.tokens_lost += (seconds + reading) * self._whole.plain_rate - self._progress(round_)
             self._judge()
 
     def _progress(self, round_: Round) -> int:
