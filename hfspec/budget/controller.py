@@ -22,7 +22,8 @@ _BEARABLE_LOSS = 0.03
 _HOPED_GAIN = 0.2
 #: The target's forward over a single token is measured again after so many rounds.
 _PLAIN_EVERY = 60
-#: Committed tokens that a cache which had to go back may still have to read; beyond, a plain round reads them.
+#: Committed tokens that take no more than a single one to read: the target reads more in a plain round, and a source's
+#: reading of more is timed apart from its drafting.
 _MOST_UNREAD = 8
 #: Why rounds are plain, for `stats`.
 _CATCHES_UP = "the target's cache had to catch up"
@@ -153,7 +154,7 @@ class Controller:
         if self._asked_confidence:
             self._experience.gives_confidence = any(draft.confidences for draft in round_.drafts)
         self._has_read_prompt, reading = True, 0.0
-        if round_.caught_up:
+        if round_.caught_up > _MOST_UNREAD:
             reading = costs.add_reading(round_.caught_up * round_.num_rows, num_drafted, draft_seconds)
         else:
             costs.add_draft(num_drafted, draft_seconds)

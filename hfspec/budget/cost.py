@@ -82,7 +82,7 @@ class Costs:
 
     def add_reading(self, num_tokens: int, num_drafted: int, seconds: float) -> float:
         """Take the time of a draft before which the source read so many tokens; return what of it was reading."""
-        if self.draft_token.count == 0:
+        if not self.draft_token.value:
             # Until a draft can be timed by itself, half a plain forward a token is a fair guess.
             self.draft_token.value = 0.5 * self.forwards(1)[1]
         reading = max(0.0, seconds / self.pace - num_drafted * self.draft_token.value)
