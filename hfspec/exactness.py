@@ -108,13 +108,15 @@ def rows_problem(config: PretrainedConfig) -> str | None:
 
 def inputs_problem(config: PretrainedConfig, model_kwargs: Mapping[str, Any]) -> str | None:
     """Why a call with these inputs cannot be verified in one forward, where others of such a model can, or `None`."""
-    position_ids = model_kwargs.get("position_ids")
-    begins_later = position_ids is not None and int(position_ids.max()) >= position_ids.shape[-1]
-    if config.model_type in _POSITIONS_FROM_ZERO and begins_later:
-        return "where positions begin later, its attention differs between one token and several"
-    mask = model_kwargs.get("decoder_attention_mask")
-    if masks_single_tokens_otherwise(config) and mask is not None and not bool(mask.all()):
-        return "its decoder leaves the mask out of forwards over single tokens"
+    # Only for the models concerned: a look into a tensor waits for the device.
+    if config.model_type in _POSITIONS_FROM_ZERO:
+        position_ids = model_kwargs.get("position_ids")
+        if position_ids is not None and int(position_ids.max()) >= position_ids.shape[-1]:
+            return "where positions begin later, its attention differs between one token and several"
+    if masks_single_tokens_otherwise(config):
+        mask = model_kwargs.get("decoder_attention_mask")
+        if mask is not None and not bool(mask.all()):
+            return "its decoder leaves the mask out of forwards over single tokens"
     return None
 
 

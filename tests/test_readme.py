@@ -25,6 +25,7 @@ from hfspec import compat, weights
 from hfspec.cache.support import cache_problem
 from hfspec.cli.env import TESTED_TRANSFORMERS
 from hfspec.cli.main import app
+from tests.bench.conditions import conditions
 from tests.models import VOCAB, build, noisy, prompt, shared
 from tests.scripts import ROOT, benchmark
 from tests.zoo import page
@@ -196,19 +197,7 @@ def document(tmp_path):
     """A document with markers beside one result."""
     drafted = {"acceptance_rate": 0.8049, "tokens_per_round": 4.2}
     result = {
-        "conditions": {
-            "target": "some/Target",
-            "draft": "some/Draft",
-            "draft_kind": " (int8)",
-            "dtype": "float32",
-            "choice": "greedy",
-            "num_prompts": 4,
-            "max_new_tokens": 64,
-            "repeats": 1,
-            "command": "hfspec bench --quick",
-            "machine": {"cpu": "A CPU", "threads": 2, "cores": 4, "gpu": None},
-            "versions": {"torch": "2.9", "transformers": "5.0"},
-        },
+        "conditions": conditions(),
         "by_category": [
             _summary("plain", "chat", 1),
             _summary("hfspec", "chat", 0.913, drafted, num_compared=4, num_identical=2, num_near_ties=1),

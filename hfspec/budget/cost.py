@@ -66,11 +66,12 @@ class Costs:
         Returns:
             By how much all that was only guessed had to be scaled to it: 1.0, except at the first plain forward.
         """
-        times = self.by_width.setdefault(width, Seconds())
-        scale = seconds / times.value if width == 1 and times.count == 0 and times.value > 0 else 1.0
-        for guess in (*self.by_width.values(), self.draft_token, self.overhead, self.reading):
-            if guess.count == 0:
-                guess.value *= scale
+        times, scale = self.by_width.setdefault(width, Seconds()), 1.0
+        if width == 1 and times.count == 0 and times.value > 0:
+            scale = seconds / times.value
+            for guess in (*self.by_width.values(), self.draft_token, self.overhead, self.reading):
+                if guess.count == 0:
+                    guess.value *= scale
         self._add(times, seconds)
         if width == 1:
             self._plain_forwards_wanted = max(0, self._plain_forwards_wanted - 1)

@@ -62,9 +62,7 @@ class WorthwhileBudget(RoundBudget):
             gain: those ahead end earlier anyway, and the last one decides how long the batch takes.
     """
 
-    def __init__(
-        self, num_tokens: int, prospects: Prospects, acceptance: Acceptance, lengths: Sequence[int] = (0,)
-    ) -> None:
+    def __init__(self, num_tokens: int, prospects: Prospects, acceptance: Acceptance, lengths: Sequence[int]) -> None:
         super().__init__(num_tokens, reads_confidence=True)
         self._prospects = prospects
         self._acceptance = acceptance

@@ -11,15 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from hfspec import compat
 from hfspec.bench import machine
 from hfspec.bench.ideal import best_speedup
 from hfspec.cache.support import draft_problem, target_problem
@@ -77,11 +71,10 @@ class Candidate:
     @property
     def num_parameters(self) -> int | None:
         """How many parameters one token reads: neither an encoder's nor an input embedding that is only looked up."""
-        has_encoder = bool(self.config.is_encoder_decoder)
-        kinds: Any = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if has_encoder else (AutoModelForCausalLM,)
-        model = next(filter(None, map(self._without_weights, kinds)), None)
+        model = self._without_weights()
         if model is None:
             return None
+        has_encoder = bool(self.config.is_encoder_decoder)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         unread = set(model.get_encoder().parameters()) - {embedding.weight} if has_encoder else set()
         if head is not None and head.weight is not embedding.weight:
@@ -89,10 +82,10 @@ class Candidate:
         counts: list[int] = [each.numel() for each in model.parameters() if each not in unread]
         return sum(counts)
 
-    def _without_weights(self, kind: Any) -> Any:
+    def _without_weights(self) -> Any:
         try:
             with torch.device("meta"):
-                return kind.from_config(self.config)
+                return compat.auto_class(self.config).from_config(self.config)
         except (ValueError, ImportError, AttributeError, RuntimeError):
             return None
 

@@ -3,31 +3,18 @@
 import pytest
 
 from hfspec.bench import words
-
-
-def _conditions(**changed: object) -> dict[str, object]:
-    return {
-        "target": "some/Target",
-        "draft": "models/draft/",
-        "draft_kind": " (int8)",
-        "dtype": "float32",
-        "choice": "greedy",
-        "num_prompts": 4,
-        "max_new_tokens": 64,
-        "repeats": 1,
-        "machine": {"gpu": None, "cpu": "A CPU", "threads": 2, "cores": 4},
-    } | changed
+from tests.bench.conditions import conditions
 
 
 def test_names_lose_their_folders_and_single_runs_are_not_counted() -> None:
-    assert words.pair(_conditions()) == "Target ← draft (int8)"
-    assert words.task(_conditions()) == "float32, greedy, 4 prompts × 64 tokens"
-    assert words.task(_conditions(repeats=3)) == "float32, greedy, 4 prompts × 64 tokens × 3 runs"
+    assert words.pair(conditions(draft="models/draft/")) == "Target ← draft (int8)"
+    assert words.task(conditions()) == "float32, greedy, 4 prompts × 64 tokens"
+    assert words.task(conditions(repeats=3)) == "float32, greedy, 4 prompts × 64 tokens × 3 runs"
 
 
 def test_a_gpu_is_named_instead_of_the_processor() -> None:
-    assert words.place(_conditions()) == "A CPU, 2 threads of 4 cores"
-    assert words.place(_conditions(machine={"gpu": "A GPU"})) == "A GPU"
+    assert words.place(conditions()) == "A CPU, 2 threads of 4 cores"
+    assert words.place(conditions(machine={"gpu": "A GPU"})) == "A GPU"
 
 
 @pytest.mark.parametrize(

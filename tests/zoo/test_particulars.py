@@ -1,7 +1,5 @@
 """Calls of which one architecture or another makes something of its own; found by trying such calls on all of them."""
 
-import copy
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import hfspec
 from hfspec import compat
 from tests.models import Scripted, assert_close, both
 from tests.zoo.tiny import all_species, build
-from tests.zoo.verdict import _add_noise
+from tests.zoo.verdict import noisy_copy
 
 _SPECIES = {species.name: species for species in all_species()}
 NEW = {"max_new_tokens": 14, "do_sample": False}
@@ -21,9 +19,7 @@ def of(name, seed=0, dtype=torch.float32):
         pytest.skip("not in this release")
     model = build(_SPECIES[name], seed, dtype)
     model.generation_config.eos_token_id = None
-    draft = copy.deepcopy(model)
-    _add_noise(draft)
-    return model, draft
+    return model, noisy_copy(model)
 
 
 def ids_of(*lengths, seed=3):

@@ -115,9 +115,7 @@ class Specimen:
         self.accepted = self.drafted = 0
         self._eos: dict[bool, list[int]] = {}
         self.model = self._varied_model()
-        good = copy.deepcopy(self.model)
-        _add_noise(good)
-        self.drafts = {"good": good, "bad": build(species, 1000, torch.float32, self.gain)}
+        self.drafts = {"good": noisy_copy(self.model), "bad": build(species, 1000, torch.float32, self.gain)}
 
     def verdict(self, modes: Sequence[Mode]) -> str:
         """Of the modes together."""
@@ -268,13 +266,15 @@ def _set_attention(model: Any, attn: str) -> None:
             raise
 
 
-def _add_noise(model: Any, scale: float = 0.02) -> None:
-    """Make a good draft: some of its tokens are the model's own, others not."""
+def noisy_copy(model: Any, scale: float = 0.02) -> Any:
+    """A good draft: some of its tokens are the model's own, others not."""
+    draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1000)
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in draft.parameters():
             if weight.dim() > 1 and weight.numel():
                 weight += scale * weight.std() * torch.randn(weight.shape, generator=generator)
+    return draft
 
 
 def _said(error: Exception) -> str:
