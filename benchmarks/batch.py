@@ -19,7 +19,7 @@ from hfspec.bench import machine
 from hfspec.bench.models import load_pair
 from hfspec.bench.prompts import built_in, encode, spread
 from hfspec.compare import explain_rows
-from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
+from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 
 def main() -> None:

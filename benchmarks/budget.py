@@ -28,8 +28,8 @@ from hfspec.bench.models import load_pair
 from hfspec.bench.prompts import built_in, encode
 from hfspec.budget.controller import Controller
 from hfspec.budget.experience import Experience
-from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 from hfspec.rounds import Draft, Outcome, Round
+from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 FIXED = (1, 2, 3, 5, 8, 16)
 ORDERS = 5

@@ -16,8 +16,8 @@ import torch
 import hfspec
 from hfspec.bench import machine
 from hfspec.bench.prompts import built_in, encode, spread
-from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
-from hfspec.weights import load
+from hfspec.weights.fetch import load
+from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 WAYS = ("plain", "hfspec")
 

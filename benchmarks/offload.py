@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as host_logging
 
 import hfspec
-from hfspec import compat
 from hfspec.bench.machine import describe
 from hfspec.bench.models import quantize
 from hfspec.bench.prompts import Prompt, built_in, encode, spread
 from hfspec.compare import explain_difference
-from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
-from hfspec.weights import load, resolve
+from hfspec.host import caches, releases
+from hfspec.weights.fetch import load, resolve
+from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 WARM_UP_TOKENS = 6
 
@@ -68,12 +68,12 @@ def forward_seconds(model: Any, width: int, forget_all: Callable[[], None], repe
     ids = torch.randint(model.config.vocab_size, (1, 64 + width), generator=torch.Generator().manual_seed(0))
     times = []
     with torch.no_grad():
-        cache = compat.empty_cache_for(model.config)
-        model(input_ids=ids[:, :64], use_cache=True, **{compat.CACHE_KEY: cache})
+        cache = caches.empty_cache_for(model.config)
+        model(input_ids=ids[:, :64], use_cache=True, **{releases.CACHE_KEY: cache})
         for _ in range(repeats):
             forget_all()
             started = time.perf_counter()
-            model(input_ids=ids[:, 64:], use_cache=True, **{compat.CACHE_KEY: cache}, logits_to_keep=width)
+            model(input_ids=ids[:, 64:], use_cache=True, **{releases.CACHE_KEY: cache}, logits_to_keep=width)
             times.append(time.perf_counter() - started)
     return min(times)
 

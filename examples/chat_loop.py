@@ -11,7 +11,7 @@ import torch
 import typer
 
 import hfspec
-from hfspec.weights import load
+from hfspec.weights.fetch import load
 
 TURNS = ("Name a data structure with fast lookups.", "When is it slow?", "Show it in three lines of Python.")
 

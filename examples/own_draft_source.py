@@ -10,7 +10,7 @@ import typer
 
 import hfspec
 from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
-from hfspec.weights import load
+from hfspec.weights.fetch import load
 
 CHAT = [{"role": "user", "content": "Rename x to n:\n\ntotal = 0\nfor x in xs:\n    total += x\nprint(total)"}]
 

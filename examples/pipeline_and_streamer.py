@@ -11,7 +11,7 @@ import typer
 from transformers import TextStreamer, pipeline
 
 import hfspec
-from hfspec.weights import load
+from hfspec.weights.fetch import load
 
 PROMPT = "Write a SQL query that lists the five customers with the highest total order value."
 

@@ -11,7 +11,7 @@ import torch
 import typer
 
 import hfspec
-from hfspec.weights import load
+from hfspec.weights.fetch import load
 
 PROMPT = "Write a Python function that says whether a word is a palindrome, with a docstring and two tests."
 

@@ -11,7 +11,7 @@ import torch
 import typer
 
 import hfspec
-from hfspec.weights import load
+from hfspec.weights.fetch import load
 
 PROMPT = "Invent a name and a slogan for a bakery that opens at midnight."
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hfspec import compat
 from hfspec.config import CALL_OPTIONS
 from hfspec.errors import ConfigError
+from hfspec.host import releases
 from hfspec.patch import is_patched, options_of
 from hfspec.sampling.noise import SeededNoise
 
 #: Arguments that a run may change.
-_LEFT_CHANGED = (*compat.CACHE_KEYS, "logits_processor", "stopping_criteria", "encoder_outputs")
+_LEFT_CHANGED = (*releases.CACHE_KEYS, "logits_processor", "stopping_criteria", "encoder_outputs")
 
 
 @dataclass(frozen=True)

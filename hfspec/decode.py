@@ -4,139 +4,30 @@
 streamer and cache, and would run its own decoding loop.
 """
 
-import copy
-import logging
-import os
-import threading
 import time
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationConfig
 
-from hfspec import compat, loop
+from hfspec import loop
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Greedy, Rejection, Rule, Seeded
 from hfspec.accept.walk import Transcript
 from hfspec.budget.controller import Controller
-from hfspec.budget.experience import Experience
 from hfspec.cache.ledger import speculative_cache
+from hfspec.call import Call
 from hfspec.config import Options
-from hfspec.contexts import contexts_of
+from hfspec.draft.contexts import contexts_of
 from hfspec.draft.guard import Guard
-from hfspec.drafting import Drafting
-from hfspec.errors import UnsupportedCallError
-from hfspec.metrics import Metrics, Stats
-from hfspec.prepared import Prepared
-from hfspec.reasons import lockstep_reason, plain_reason
+from hfspec.host import caches, forwards
+from hfspec.host.prepared import Prepared
+from hfspec.host.verdicts import lockstep_reason, plain_reason
 from hfspec.sampling.noise import RowNoise, SeededNoise
-from hfspec.target.forward import RaggedTarget, StateTarget, Target, UncachedTarget
-
-logger = logging.getLogger("hfspec")
-
-#: Different reasons that are warned of, for one patched model.
-_MAX_WARNINGS = 50
-
-
-@dataclass
-class PatchState:
-    """What is kept for one patched model between calls: counts, measurements, and which warnings were given."""
-
-    last: Metrics = field(default_factory=Metrics)
-    total: Metrics = field(default_factory=Metrics)
-    warned: set[str] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _experience: dict[tuple[int, bool], tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
-
-    def warn_once(self, reason: str, message: str) -> None:
-        """Log `message` about `reason`, unless it was said of this model before, or a great many others were."""
-        if reason not in self.warned and len(self.warned) < _MAX_WARNINGS:
-            self.warned.add(reason)
-            hint = "(Said once; hfspec.stats(model).fallback_reason keeps the reason.)"
-            logger.warning(f"hfspec: {message} {hint}", reason)
-
-    def experience_with(self, given: object, is_lockstep: bool = False) -> Experience:
-        """What is known about the pair with this draft model or source (which need not be hashable).
-
-        Rows in lock-step go on only where all of them accept: that is another experience.
-        """
-        key = (id(given), is_lockstep)
-        found = self._experience.get(key)
-        if found is None or found[0]() is not given:
-            found = self._experience[key] = (
-                weakref.ref(given, lambda _: self._experience.pop(key, None)),
-                Experience(),
-            )
-        return found[1]
-
-    def stats(self) -> Stats:
-        """The counts as they are now."""
-        with self._lock:
-            return Stats(last=self.last, total=copy.deepcopy(self.total))
-
-    def finish(self, metrics: Metrics) -> None:
-        """Take the counts of a call that is over."""
-        with self._lock:
-            self.last = metrics
-            self.total.add(metrics)
-            # A reason may hold sizes or addresses, other ones in every call.
-            self.total.forget_rare_reasons()
-
-
-@dataclass
-class Call:
-    """One `generate()` call on a patched model.
-
-    Attributes:
-        has_host_loop: whether the model's class decodes with the host's own `_sample`.
-        has_own_cache: whether the user passed a cache, which must then be filled as given.
-        was_decoded: whether the host came to one of the decoding loops that hfspec stands in for.
-        encoder_inputs: what the encoder was given, by name: of an encoder-decoder model, or of images and sounds.
-    """
-
-    model: PreTrainedModel
-    options: Options
-    drafting: Drafting
-    state: PatchState
-    has_host_loop: bool = True
-    has_own_cache: bool = False
-    was_decoded: bool = False
-    encoder_inputs: dict[str, Any] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=lambda: Metrics(calls=1))
-
-    @property
-    def plain_reason(self) -> str | None:
-        """Why the call runs plain whatever it asks for: by choice, or by what the model is; or `None`."""
-        wanted = _wanted_plain(self.options)
-        if wanted is not None:
-            return wanted
-        if not self.has_host_loop:
-            return f"{type(self.model).__name__} has a decoding loop of its own"
-        if compat.num_processes(self.model) > 1 and self.options.budget.policy == "measured":
-            return (
-                "several processes share the model (tensor parallel), and what each would measure may differ; "
-                "a fixed number as draft_budget is the same for all"
-            )
-        return None
-
-    def note_plain(self, reason: str, may_raise: bool = True) -> None:
-        """This call runs plain: count the reason, say it once per model, or raise if told to."""
-        wanted = _wanted_plain(self.options)
-        self.metrics.fallback_reasons[wanted or reason] += 1
-        if wanted is not None:
-            return
-        if may_raise and self.options.on_unsupported == "raise":
-            compat.forget_prepared_cache(self.model)
-            raise UnsupportedCallError(
-                f"hfspec cannot speed up this call: {reason}. Pass on_unsupported='warn' to run it plain, "
-                "or speculate=False to say that this is wanted."
-            )
-        self.state.warn_once(reason, "this call runs as plain generate(): %s.")
+from hfspec.verification.target import RaggedTarget, StateTarget, Target, UncachedTarget
 
 
 def sample(
@@ -188,7 +79,7 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     """Decode by rounds; the result is what the host's `_sample` would have returned."""
     cache = prepared.cache
     has_cache = prepared.uses_cache and not prepared.keeps_own_state
-    if has_cache and not call.has_own_cache and compat.is_empty(cache) and not compat.keeps_elsewhere(cache):
+    if has_cache and not call.has_own_cache and caches.is_empty(cache) and not caches.keeps_elsewhere(cache):
         cache = speculative_cache(cache)  # the host has just made that one, for nobody else
     why = lockstep_reason(prepared, cache) if prepared.num_rows > 1 else None
     is_lockstep = why is not None
@@ -227,7 +118,7 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
         prepared.streamer.end()
     sequences = _joined(transcripts)
     if prepared.returns_states or call.has_own_cache:
-        with compat.decoding(call.model):
+        with forwards.decoding(call.model):
             call.metrics.catch_ups += target.catch_up(sequences)
     return record.output(sequences, target.cache_for_user)
 
@@ -261,16 +152,6 @@ def run_plain(
         call.metrics.new_tokens += sequences.shape[0] * num_new
         call.metrics.host_steps += num_new
     return result
-
-
-def _wanted_plain(options: Options) -> str | None:
-    if os.environ.get("HFSPEC_DISABLE", "0") not in ("", "0"):
-        return "HFSPEC_DISABLE is set"
-    if not options.speculate:
-        return "speculate=False"
-    if options.budget.max_tokens == 0:
-        return "the draft budget is 0"
-    return None
 
 
 def _rule(options: Options, prepared: Prepared, noise: SeededNoise | RowNoise) -> Rule:

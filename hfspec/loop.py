@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hfspec import compat
 from hfspec.accept.walk import Transcript, walk
 from hfspec.budget.controller import Controller
 from hfspec.budget.timing import measured
 from hfspec.draft.guard import Guard
+from hfspec.host import forwards
 from hfspec.metrics import Metrics
 from hfspec.rounds import Draft, Outcome, Round, RoundBudget
-from hfspec.target.forward import RaggedTarget, Target
+from hfspec.verification.target import RaggedTarget, Target
 
 
 def generate(
@@ -35,7 +35,7 @@ def generate(
     started = time.perf_counter()
     try:
         _prefill(target, transcripts, metrics)
-        with compat.decoding(target.model):
+        with forwards.decoding(target.model):
             at_work = transcripts
             while at_work := _unfinished(at_work, target, source):
                 _round(target, source, at_work, controller, metrics, max_length)
@@ -51,7 +51,7 @@ def _prefill(target: Target, transcripts: Sequence[Transcript], metrics: Metrics
     prompts = torch.cat([each.input_ids for each in transcripts])
     with measured(prompts.device) as prefill:
         verified = target.prefill(prompts)
-    with compat.decoding(target.model):
+    with forwards.decoding(target.model):
         for transcript, rows in _with_rows(transcripts):
             transcript.record.add_states(verified, 0)
             transcript.append(verified.logits[rows, 0])

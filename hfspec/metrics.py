@@ -8,16 +8,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-
 from hfspec.rounds import Round
 
 #: Different reasons that are kept of all calls together.
 _MAX_REASONS = 25
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
+def ratio(numerator: float, denominator: float) -> float | None:
+    """A quotient, or `None` where there is nothing to divide by."""
     return numerator / denominator if denominator else None
 
 
@@ -132,7 +130,7 @@ class Metrics:
     @property
     def acceptance_rate(self) -> float | None:
         """Accepted ÷ drafted tokens."""
-        return _ratio(self.accepted_tokens, self.drafted_tokens)
+        return ratio(self.accepted_tokens, self.drafted_tokens)
 
     @property
     def acceptance_by_depth(self) -> dict[int, float]:
@@ -144,12 +142,12 @@ class Metrics:
     @property
     def tokens_per_round(self) -> float | None:
         """Tokens a row committed per target forward with a draft, recovered and bonus tokens included."""
-        return _ratio(self.committed_tokens, self.row_rounds)
+        return ratio(self.committed_tokens, self.row_rounds)
 
     @property
     def rollback_rate(self) -> float | None:
         """Rounds with a rejection ÷ rounds."""
-        return _ratio(self.rejected_rounds, self.rounds)
+        return ratio(self.rejected_rounds, self.rounds)
 
     @property
     def target_forward_passes(self) -> int:
@@ -164,12 +162,12 @@ class Metrics:
     @property
     def draft_latency_ms(self) -> float | None:
         """Mean time of one draft token, of all rows together (rounds that also read the prompt left out)."""
-        return _ratio(1e3 * self.draft_seconds, self.timed_draft_tokens)
+        return ratio(1e3 * self.draft_seconds, self.timed_draft_tokens)
 
     @property
     def verify_latency_ms(self) -> float | None:
         """Mean time of a target forward over a draft."""
-        return _ratio(1e3 * self.verify_seconds, self.rounds)
+        return ratio(1e3 * self.verify_seconds, self.rounds)
 
     @property
     def overhead_seconds(self) -> float:
@@ -186,17 +184,17 @@ class Metrics:
     @property
     def overhead_ms(self) -> float | None:
         """Mean time outside the models per target forward after prefill."""
-        return _ratio(1e3 * self.overhead_seconds, self.rounds + self.plain_rounds)
+        return ratio(1e3 * self.overhead_seconds, self.rounds + self.plain_rounds)
 
     @property
     def ttft_ms(self) -> float | None:
         """Mean time to the first token."""
-        return _ratio(1e3 * self.ttft_seconds, self.prefills)
+        return ratio(1e3 * self.ttft_seconds, self.prefills)
 
     @property
     def tpot_ms(self) -> float | None:
         """Mean time per token after the first (per token of calls that the host decoded plainly); rows count as one."""
-        return _ratio(1e3 * (self.total_seconds - self.ttft_seconds), self.steps + self.host_steps)
+        return ratio(1e3 * (self.total_seconds - self.ttft_seconds), self.steps + self.host_steps)
 
     @property
     def fallback_reason(self) -> str | None:
@@ -230,60 +228,12 @@ class Stats:
         """Both as dicts, ready for JSON."""
         return {"last": self.last.to_dict(), "total": self.total.to_dict()}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title="hfspec", title_justify="left")
-        table.add_column("")
-        table.add_column("last call", justify="right")
-        table.add_column("all calls", justify="right")
-        for (label, last), (_, total) in zip(_rows(self.last), _rows(self.total), strict=True):
-            table.add_row(label, last, total)
-        yield table
-        for reason, times in self.total.fallback_reasons.items():
-            yield f"ran plain {times}×: {reason}"
-        for reason, times in self.total.plain_reasons.most_common():
-            yield f"plain rounds {times}×: {reason}"
-        for reason, times in self.total.lockstep_reasons.items():
-            yield f"rows kept in step {times}×: {reason}"
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from hfspec.cli import stats_table  # rich is imported by who prints, not by `import hfspec`
+
+        yield from stats_table.parts(self)
 
     def __str__(self) -> str:
-        console = Console(width=88, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        from hfspec.cli import stats_table
 
-
-def _rows(metrics: Metrics) -> list[tuple[str, str]]:
-    def share(seconds: float) -> str:
-        return _format(_ratio(100 * seconds, metrics.total_seconds), "{:.0f} %")
-
-    depths = list(metrics.acceptance_by_depth.items())[:5]
-    return [
-        ("calls (with a draft)", f"{metrics.calls} ({metrics.speculative_calls})"),
-        ("new tokens", f"{metrics.new_tokens}"),
-        (
-            "target forwards (saved)",
-            f"{metrics.target_forward_passes} ({metrics.target_forward_passes_saved})",
-        ),
-        ("rounds: with a draft / plain", f"{metrics.rounds} / {metrics.plain_rounds}"),
-        ("draft tokens: accepted / drafted", f"{metrics.accepted_tokens} / {metrics.drafted_tokens}"),
-        ("acceptance rate", _format(metrics.acceptance_rate, "{:.2f}")),
-        ("acceptance at depth 1, 2, …", " ".join(f"{rate:.2f}".lstrip("0") for _, rate in depths) or "–"),
-        ("tokens per round", _format(metrics.tokens_per_round, "{:.2f}")),
-        ("rounds with a rejection", _format(metrics.rollback_rate, "{:.0%}")),
-        (
-            "one draft token / one verify, ms",
-            " / ".join(_format(value, "{:.1f}") for value in (metrics.draft_latency_ms, metrics.verify_latency_ms)),
-        ),
-        ("overhead per round, ms", _format(metrics.overhead_ms, "{:.2f}")),
-        (
-            "first token / per token, ms",
-            " / ".join(_format(value, "{:.1f}") for value in (metrics.ttft_ms, metrics.tpot_ms)),
-        ),
-        ("time: target", share(metrics.prefill_seconds + metrics.verify_seconds + metrics.plain_seconds)),
-        ("time: draft", share(metrics.draft_seconds + metrics.draft_prefill_seconds)),
-        ("time: hfspec itself", share(metrics.overhead_seconds)),
-    ]
-
-
-def _format(value: float | None, template: str) -> str:
-    return "–" if value is None else template.format(value)
+        return stats_table.as_text(self)

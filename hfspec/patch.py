@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from hfspec import compat, decode
+from hfspec import decode
+from hfspec.call import Call, PatchState
 from hfspec.config import CALL_OPTIONS, Acceptance, DraftBudget, OnUnsupported, Options, reject_misspelt, reject_unknown
-from hfspec.drafting import Drafting, DraftLike, find_drafting, wrapped_hint
+from hfspec.draft.registry import Drafting, DraftLike, find_drafting, wrapped_hint
 from hfspec.errors import PatchError
+from hfspec.host import releases
+from hfspec.host.prepared import MEDIA_INPUTS
 from hfspec.metrics import Stats
-from hfspec.prepared import MEDIA_INPUTS
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -35,7 +37,7 @@ _PATCH_OPTIONS = ("draft", "draft_budget", "acceptance", "on_unsupported", "toke
 class _Patch:
     drafting: Drafting
     options: Options
-    state: decode.PatchState = field(default_factory=decode.PatchState)
+    state: PatchState = field(default_factory=PatchState)
     other_drafts: list[tuple[DraftLike, Drafting]] = field(default_factory=list)
 
 
@@ -46,7 +48,7 @@ _TEXT_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "posit
 #: Where the patch is found: on the class that the patched instance got for itself.
 _PATCH_ATTRIBUTE = "_hfspec_patch"
 
-_current_call: ContextVar[decode.Call | None] = ContextVar("hfspec_call", default=None)
+_current_call: ContextVar[Call | None] = ContextVar("hfspec_call", default=None)
 
 
 def patch(
@@ -225,7 +227,7 @@ def _patched_class(base: Any, new: _Patch) -> Any:
         with _call_on(self) as call:
             return decode.sample(call, functools.partial(base._sample, self), *args, **kwargs)
 
-    encode = getattr(base, compat.ENCODER_METHOD)
+    encode = getattr(base, releases.ENCODER_METHOD)
 
     @functools.wraps(encode)
     def prepare_encoder(
@@ -261,10 +263,12 @@ def _patched_class(base: Any, new: _Patch) -> Any:
         return base(*args, **kwargs)
 
     members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {_PATCH_ATTRIBUTE: new, "generate": generate, compat.SAMPLE_METHOD: _sample}
-    members[compat.ENCODER_METHOD] = prepare_encoder
+    members |= {_PATCH_ATTRIBUTE: new, "generate": generate, releases.SAMPLE_METHOD: _sample}
+    members[releases.ENCODER_METHOD] = prepare_encoder
     members |= {"__reduce_ex__": __reduce_ex__, "__deepcopy__": __deepcopy__, "__new__": __new__}
-    members |= {name: plain(name, mode) for name, mode in compat.OTHER_DECODING_METHODS.items() if hasattr(base, name)}
+    members |= {
+        name: plain(name, mode) for name, mode in releases.OTHER_DECODING_METHODS.items() if hasattr(base, name)
+    }
     return type(base)(base.__name__, (base,), members)
 
 
@@ -273,7 +277,7 @@ def _blank(cls: Any, *arguments: Any) -> Any:
     return cls.__new__(cls, *arguments)
 
 
-def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
+def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> Call:
     """Take hfspec's keywords out of `kwargs` and join them with the patch's options."""
     reject_misspelt((word for word in kwargs if word not in _host_keywords()), CALL_OPTIONS, "generate()")
     mine = _patch_of(model)
@@ -283,9 +287,9 @@ def _new_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> decode.Call:
         given["budget"] = DraftBudget.parse(given.pop("draft_budget"))
     options = dataclasses.replace(mine.options, **given)
     drafting = mine.drafting if draft is None else _remembered(mine, model, draft, options)
-    has_own_cache = any(kwargs.get(name) is not None for name in compat.CACHE_KEYS)
+    has_own_cache = any(kwargs.get(name) is not None for name in releases.CACHE_KEYS)
     has_host_loop = _base_class(model)._sample is GenerationMixin._sample
-    return decode.Call(model, options, drafting, mine.state, has_host_loop, has_own_cache)
+    return Call(model, options, drafting, mine.state, has_host_loop, has_own_cache)
 
 
 def _remembered(mine: _Patch, model: PreTrainedModel, draft: DraftLike, options: Options) -> Drafting:
@@ -315,7 +319,7 @@ def _host_keywords() -> frozenset[str]:
 
 
 @contextmanager
-def _counted(call: decode.Call) -> Iterator[decode.Call]:
+def _counted(call: Call) -> Iterator[Call]:
     """Make `call` the current one for the body, and count it at the end, however it ends."""
     token = _current_call.set(call)
     try:
@@ -326,7 +330,7 @@ def _counted(call: decode.Call) -> Iterator[decode.Call]:
 
 
 @contextmanager
-def _call_on(model: PreTrainedModel) -> Iterator[decode.Call]:
+def _call_on(model: PreTrainedModel) -> Iterator[Call]:
     """The call this model is in; a decoding loop called by itself is a call of its own."""
     call = _current_call.get()
     if call is not None and call.model is model:

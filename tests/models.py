@@ -46,8 +46,10 @@ from transformers import (
 from transformers.cache_utils import EncoderDecoderCache
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget, compat, weights
-from hfspec.packaged import PACKAGED_MODELS
+from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
+from hfspec.host import architectures, caches, releases
+from hfspec.weights import places
+from hfspec.weights.packaged import PACKAGED_MODELS
 
 VOCAB = 97
 PAD, BOS = 0, 1
@@ -159,7 +161,9 @@ SUPPORTED = ("llama", "qwen2", "gpt2")
 WINDOWED = ("mistral", "gemma3")
 COUNTING = ("gpt_neo", "bloom")
 RECURRENT = tuple(
-    arch for arch in ("mamba2", "qwen3_next") if compat.LINEAR_LAYER and compat.takes_cache(_ARCHITECTURES[arch][1]())
+    arch
+    for arch in ("mamba2", "qwen3_next")
+    if caches.LINEAR_LAYER and architectures.takes_cache(_ARCHITECTURES[arch][1]())
 )
 ENCODER_DECODER = ("t5", "bart")
 KINDS = (*SUPPORTED, *WINDOWED, *COUNTING, *RECURRENT, *ENCODER_DECODER)
@@ -246,7 +250,7 @@ def save_stand_ins(cache: Path) -> None:
         chatting = copy.deepcopy(tokenizer)
         chatting.chat_template = _CHAT_TEMPLATE
         chatting.save_pretrained(folder)
-        provenance = {"hub_id": name, "recipe": weights.RECIPE, "sha256": packaged.sha256}
+        provenance = {"hub_id": name, "recipe": places.RECIPE, "sha256": packaged.sha256}
         (folder / "hfspec.json").write_text(json.dumps(provenance))
 
 
@@ -482,7 +486,7 @@ def assert_same(plain: Any, fast: Any) -> None:
     assert list(plain) == list(fast)
     assert torch.equal(plain.sequences, fast.sequences)
     for name in plain:
-        if name == compat.CACHE_KEY and not isinstance(plain[name], tuple):  # 4.57 can make a tuple of it
+        if name == releases.CACHE_KEY and not isinstance(plain[name], tuple):  # 4.57 can make a tuple of it
             assert_same_cache(plain[name], fast[name])
         elif name != "sequences":
             assert_close(plain[name], fast[name], name)

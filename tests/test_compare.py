@@ -6,8 +6,8 @@ from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hfspec
-from hfspec import compat
 from hfspec.compare import explain_difference
+from hfspec.host import releases
 from tests.models import CountingProcessor, build, noisy, plain_text, prompt, shared
 
 NEW = {"max_new_tokens": 20}
@@ -108,7 +108,7 @@ def test_what_a_run_changes_is_the_same_for_both_runs():
         verdict = hfspec.verify(
             shared(),
             prompt(),
-            **{compat.CACHE_KEY: cache},
+            **{releases.CACHE_KEY: cache},
             logits_processor=[processor],
             stopping_criteria=[stopper],
             streamer=Unwanted(),

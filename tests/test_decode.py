@@ -8,9 +8,10 @@ import torch
 from transformers import MambaConfig, StaticCache
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, compat, decode
+from hfspec import Context, Draft, DraftSession, DraftSource, decode
 from hfspec.budget.controller import Controller
 from hfspec.draft.base import BatchSession
+from hfspec.host import architectures, releases
 from tests.models import (
     PAD,
     assert_same,
@@ -124,7 +125,7 @@ def test_a_static_cache_handed_in_is_sped_up():
 
     def call() -> dict[str, Any]:
         cache = StaticCache(config=shared().config, max_cache_len=64)
-        return NEW | {compat.CACHE_KEY: cache, "disable_compile": True, "return_dict_in_generate": True}
+        return NEW | {releases.CACHE_KEY: cache, "disable_compile": True, "return_dict_in_generate": True}
 
     both(shared(), noisy(), prompt(), call, draft_budget=3).assert_same().assert_drafted()
 
@@ -139,7 +140,9 @@ def test_targets_of_other_kinds_are_sped_up(arch, num_rows, do_sample):
     assert pair.stats.accepted_tokens > 0 or num_rows > 1
 
 
-@pytest.mark.skipif(not compat.takes_cache(MambaConfig()), reason="this release's Mamba keeps its own kind of state")
+@pytest.mark.skipif(
+    not architectures.takes_cache(MambaConfig()), reason="this release's Mamba keeps its own kind of state"
+)
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_layers_that_forget_are_fed_token_by_token(num_rows):
     """Case 21: Mamba, which starts anew when several tokens come at once, is given them one by one; so as a draft."""
@@ -270,7 +273,7 @@ def test_the_loop_may_be_called_by_itself():
     model.generate(prompt(), **NEW)
     model.__class__ = base
     args, kwargs = seen[0]
-    kwargs[compat.CACHE_KEY].crop(-kwargs[compat.CACHE_KEY].get_seq_length())
+    kwargs[releases.CACHE_KEY].crop(-kwargs[releases.CACHE_KEY].get_seq_length())
     ordered = [kwargs.pop(name) for name in ("logits_processor", "stopping_criteria", "generation_config")]
     with hfspec.patched(model, noisy(), draft_budget=3), torch.no_grad():
         assert torch.equal(model._sample(*args, *ordered, **kwargs), plain_text(shared(), prompt(), **NEW))

@@ -21,10 +21,12 @@ from transformers import (
 )
 
 import hfspec
-from hfspec import compat, weights
-from hfspec.cache.support import cache_problem
 from hfspec.cli.env import TESTED_TRANSFORMERS
 from hfspec.cli.main import app
+from hfspec.host import releases
+from hfspec.host.verdicts import cache_problem
+from hfspec.weights import fetch as weights
+from hfspec.weights import places
 from tests.bench.conditions import conditions
 from tests.models import VOCAB, build, noisy, prompt, shared
 from tests.scripts import ROOT, benchmark
@@ -100,9 +102,9 @@ def host_loads_stand_ins(stand_ins, monkeypatch):
     """Let transformers find tiny models under every name that is no folder, as hfspec does under packaged ones."""
 
     def local(name):
-        place = weights.locate(str(name))
+        place = places.locate(str(name))
         if not Path(place).is_dir():
-            place = weights.locate(DRAFT if re.search(r"small|draft|135M|0\.5B", str(name)) else TARGET)
+            place = places.locate(DRAFT if re.search(r"small|draft|135M|0\.5B", str(name)) else TARGET)
         return place
 
     for auto in (AutoModelForCausalLM, AutoTokenizer):
@@ -297,8 +299,8 @@ NOT_SPED_UP = {
     "beams": lambda: _call(num_beams=2),
     "`assistant_model=`, `prompt_lookup_num_tokens=`": lambda: _call(assistant_model=build(seed=1)),
     "`custom_generate=`": lambda: _call(custom_generate=lambda model, input_ids, **kwargs: input_ids),
-    "a quantised cache": lambda: _call(**{compat.CACHE_KEY: _quantized()}),
-    "a cache class of your own": lambda: _call(**{compat.CACHE_KEY: _OwnCache()}),
+    "a quantised cache": lambda: _call(**{releases.CACHE_KEY: _quantized()}),
+    "a cache class of your own": lambda: _call(**{releases.CACHE_KEY: _OwnCache()}),
     "a draft with another tokenizer": lambda: _call(draft=build(vocab_size=200)),
     "training mode with dropout": _dropout,
     "gradients through `generate()`": lambda: _call(build(), through_gradients=True),
@@ -313,7 +315,7 @@ NOT_SPED_UP = {
         build("mistral"), return_dict_in_generate=True, output_attentions=True
     ),
     "`use_cache=False` with a cache of your own": lambda: _call(
-        use_cache=False, **{compat.CACHE_KEY: DynamicCache(config=shared().config)}
+        use_cache=False, **{releases.CACHE_KEY: DynamicCache(config=shared().config)}
     ),
     "hidden states without a cache": lambda: _call(
         use_cache=False, return_dict_in_generate=True, output_hidden_states=True
@@ -347,7 +349,7 @@ def test_what_is_not_sped_up_says_why(name, monkeypatch):
     """The call drafts nothing, for the reason that the table gives."""
     model, draft, ids, call = NOT_SPED_UP[name]()
     if "quantised cache" in name:  # its content is the host's affair: only the decision is looked at
-        assert _table()[name] in cache_problem(call[compat.CACHE_KEY])
+        assert _table()[name] in cache_problem(call[releases.CACHE_KEY])
         return
     with hfspec.patched(model, draft):
         # Its decorator is what switches gradients off.

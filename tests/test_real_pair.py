@@ -1,6 +1,6 @@
 """End to end on a real pair, as a user would: the packaged 1.5B target and its 0.5B draft.
 
-Needs the models of `hfspec.packaged` (1.7 GB, fetched once into the cache) and less than 14 GB of memory.
+Needs the models of `hfspec.weights.packaged` (1.7 GB, fetched once into the cache) and less than 14 GB of memory.
 """
 
 import gc
@@ -12,7 +12,7 @@ from transformers import TextStreamer, pipeline
 
 import hfspec
 from hfspec.cli.dtypes import Dtype
-from hfspec.weights import load
+from hfspec.weights.fetch import load
 
 TARGET, DRAFT = "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 OTHER_TOKENIZER = "HuggingFaceTB/SmolLM2-135M-Instruct"

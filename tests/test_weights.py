@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from hfspec import weights
-from hfspec.packaged import PACKAGED_MODELS, PackagedModel
-from hfspec.weights import WeightsError, locate, resolve
+from hfspec.weights import fetch as weights
+from hfspec.weights import places
+from hfspec.weights.fetch import WeightsError, resolve
+from hfspec.weights.packaged import PACKAGED_MODELS, PackagedModel
+from hfspec.weights.places import locate
 
 PARTS = [b"first " * 300_000, b"second", b"tenth"]
 HUB_ID = "somebody/tiny"
@@ -33,7 +35,8 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PackagedModel:
     )
     monkeypatch.setattr(weights, "_is_on_hub", lambda name: False)
     monkeypatch.setenv("HFSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(weights, "PACKAGED_MODELS", {HUB_ID: made})
+    for module in (weights, places):
+        monkeypatch.setattr(module, "PACKAGED_MODELS", {HUB_ID: made})
     monkeypatch.setattr(weights, "find_spec", lambda name: object())
     return made
 
@@ -142,7 +145,8 @@ def test_a_folder_of_an_older_recipe_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, conversions: list[bytes], tmp_path: Path
 ):
     resolve(HUB_ID, progress=False)
-    monkeypatch.setattr(weights, "RECIPE", weights.RECIPE + 1)
+    for module in (weights, places):
+        monkeypatch.setattr(module, "RECIPE", places.RECIPE + 1)
     resolve(HUB_ID, progress=False)
     assert len(conversions) == 2
     assert cache_content(tmp_path) == ["somebody--tiny"]
@@ -196,7 +200,7 @@ def test_other_names_and_folders_go_to_transformers(downloads: list[str], tmp_pa
 
 @pytest.mark.usefixtures("model")
 def test_a_model_in_the_hub_cache_is_not_fetched(monkeypatch: pytest.MonkeyPatch, downloads: list[str]):
-    monkeypatch.setattr(weights, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
+    monkeypatch.setattr(places, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
     assert resolve(HUB_ID, progress=False) == HUB_ID
     assert downloads == []
 

@@ -8,7 +8,7 @@ from transformers.generation import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.utils import ModelOutput
 
-from hfspec import compat
+from hfspec.host import releases
 from hfspec.rounds import Verified
 
 #: What a decoder-only model and the decoder of an encoder-decoder model call their states.
@@ -60,12 +60,12 @@ class Record:
         cache = make_cache()
         scores = {"sequences": input_ids, "scores": self.scores, "logits": self._logits}
         if self._encoder_outputs is None:
-            return GenerateDecoderOnlyOutput(**scores, **self._states, **{compat.CACHE_KEY: cache})
+            return GenerateDecoderOnlyOutput(**scores, **self._states, **{releases.CACHE_KEY: cache})
         encoder_states = {
             f"encoder_{kind}": None if self._states[f"decoder_{kind}"] is None else self._encoder_outputs.get(kind)
             for kind in ("attentions", "hidden_states")
         }
-        return GenerateEncoderDecoderOutput(**scores, **encoder_states, **self._states, **{compat.CACHE_KEY: cache})
+        return GenerateEncoderDecoderOutput(**scores, **encoder_states, **self._states, **{releases.CACHE_KEY: cache})
 
     def _begun(self, flag: bool | None) -> tuple[Any, ...] | None:
         return () if self._returns_dict and flag else None

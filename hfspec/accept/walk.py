@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hfspec import compat
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Proposal, Rule
-from hfspec.prepared import Prepared
+from hfspec.host import releases
+from hfspec.host.prepared import Prepared
 from hfspec.rounds import Draft, Outcome, Verified
 
 
@@ -77,10 +77,10 @@ class Transcript:
             tokens = tokens.where(torch.tensor(self.unfinished, device=tokens.device), self.pad_id)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=-1)
         self.num_new += 1
-        if not compat.STREAMS_AFTER_CRITERIA:
+        if not releases.STREAMS_AFTER_CRITERIA:
             self._stream(tokens)
         ended = self._criteria(self.input_ids, self.record.scores)
-        if compat.STREAMS_AFTER_CRITERIA:
+        if releases.STREAMS_AFTER_CRITERIA:
             self._stream(tokens)
         ids: list[int]
         ids, has_ended = torch.stack([tokens, ended.to(tokens)]).tolist()  # the device is waited for once

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from hfspec.bench.errors import BenchError
-from hfspec.weights import load, resolve
+from hfspec.weights.fetch import load, resolve
 
 #: Special ids, and how Hugging Face drafts: kept as the model's generation config has them.
 _KEPT = (
@@ -72,7 +72,7 @@ def load_pair(
     """Load both models by name or folder.
 
     Args:
-        target: a name that `hfspec.weights` knows, a hub name, or a folder.
+        target: a name that `hfspec.weights.fetch` knows, a hub name, or a folder.
         draft: likewise.
         dtype: of both.
         is_draft_int8: the draft is loaded in float32 and its linear layers are quantised dynamically.

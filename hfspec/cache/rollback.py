@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from hfspec import compat
 from hfspec.cache.ledger import SpeculativeLayer
+from hfspec.host import caches
 
 #: What RecurrentGemma's layers keep of the text.
 _STATES_OF_LAYERS = ("conv1d_state", "recurrent_states")
@@ -107,7 +107,7 @@ class Rollback(_WayBack):
 
     @property
     def _layers(self) -> list[Any]:
-        return compat.text_layers(self._cache)
+        return caches.text_layers(self._cache)
 
     def _take_back(self) -> None:
         if not self.goes_back_at_will:
@@ -158,7 +158,7 @@ class StateRollback(_WayBack):
 
 def _crops(layer: Any) -> bool:
     """Whether the layer can forget its last tokens, however many and whenever."""
-    return isinstance(layer, SpeculativeLayer) or type(layer) in compat.CROPPABLE_LAYERS
+    return isinstance(layer, SpeculativeLayer) or type(layer) in caches.CROPPABLE_LAYERS
 
 
 def _forget(layer: Any, num_slots: int) -> None:

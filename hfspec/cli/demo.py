@@ -20,7 +20,7 @@ from hfspec.cli.dtypes import Dtype
 from hfspec.cli.output import AsJson, print_json
 from hfspec.cli.running import progress
 from hfspec.config import DraftBudget
-from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
+from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 PROMPTS = (
     "Write a Python class for a bank account with deposit, withdraw and a transaction history.",

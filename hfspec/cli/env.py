@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from hfspec.bench import machine
 from hfspec.cli.output import AsJson, print_json, print_pairs
-from hfspec.weights import cache_folder
+from hfspec.weights.places import cache_folder
 
 #: The transformers releases that hfspec's own tests run on.
 TESTED_TRANSFORMERS = ("4.57.6", "5.17.0", "5.24.0")

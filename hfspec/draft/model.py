@@ -12,17 +12,17 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from hfspec import compat
 from hfspec.cache.ledger import speculative_cache
 from hfspec.cache.rows import Rows
-from hfspec.cache.support import counts_slots, ragged_problem
 from hfspec.draft import inputs
 from hfspec.draft.base import BatchSession, Context, DraftSession, DraftSource
 from hfspec.draft.choice import RowDraft
 from hfspec.errors import DraftError
+from hfspec.host import architectures, caches, releases
+from hfspec.host.stepping import stepping, stepping_layers
+from hfspec.host.verdicts import counts_slots, ragged_problem
 from hfspec.rounds import Draft, Outcome, RoundBudget
 from hfspec.sampling.processors import DraftProcessors
-from hfspec.stepping import stepping, stepping_layers
 
 #: Ids left unread by a fully accepted round: its last draft token and the bonus token.
 _USUAL_UNREAD = 2
@@ -42,13 +42,13 @@ class ModelDraft(DraftSource):
         self.takes_position_ids = "position_ids" in self._accepted
         self.takes_cache_position = "cache_position" in self._accepted
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
-        self.max_positions = compat.max_positions(model.config)
+        self.max_positions = architectures.max_positions(model.config)
 
     @property
     def may_draw(self) -> bool:  # type: ignore[override]  # a fact that changes with the model's mode
         """Only dropout draws, BigBird, which makes itself new layers when a text is short, and some older encoders."""
         makes_layers = getattr(self.model.config, "attention_type", None) == "block_sparse"
-        may_skip_layers = self.is_encoder_decoder and not compat.HAS_EVEN_FORWARDS
+        may_skip_layers = self.is_encoder_decoder and not releases.HAS_EVEN_FORWARDS
         return bool(self.model.training or makes_layers or may_skip_layers)
 
     def start(self, context: Context) -> DraftSession:
@@ -67,7 +67,7 @@ class ModelDraft(DraftSource):
         """A cache that rolls back, of the kind that the model needs."""
         if self.takes_encoder_outputs and not self.is_encoder_decoder and context.encoder_outputs is not None:
             return speculative_cache(EncoderDecoderCache(DynamicCache(), DynamicCache()))
-        return speculative_cache(compat.empty_cache_for(self.model.config))
+        return speculative_cache(caches.empty_cache_for(self.model.config))
 
     def sees(self, context: Context) -> bool:
         """Whether this model is to be given the images and sounds of the call: it takes all that they come with."""
@@ -80,11 +80,11 @@ class _ModelSession(BatchSession):
     """The draft's cache in one call. A row's position is the number of its ids that are in it."""
 
     def __init__(self, source: ModelDraft, contexts: Sequence[Context]) -> None:
-        if source.model.training and compat.CHECKPOINTING_DROPS_CACHE and _checkpoints(source.model):
+        if source.model.training and releases.CHECKPOINTING_DROPS_CACHE and _checkpoints(source.model):
             raise DraftError("a draft in training mode with gradient checkpointing keeps no cache: draft.eval()")
         self._source = source
         self._contexts = list(contexts)
-        device = compat.input_device(source.model)
+        device = architectures.input_device(source.model)
         # Weights that are brought in for each forward, from disk or memory, have no device of their own.
         self._device = contexts[0].device if device.type == "meta" else device
         self._processors = [DraftProcessors(context.processors) for context in contexts]
@@ -93,7 +93,11 @@ class _ModelSession(BatchSession):
         self._rows = Rows(self._cache, [0] * len(contexts), self._device, counts_slots=is_counting)
         self._num_ids = [0] * len(contexts)
         self._stepping_layers = stepping_layers(source.model)
-        self._constant_inputs: dict[str, Any] = {"use_cache": True, "return_dict": True, compat.CACHE_KEY: self._cache}
+        self._constant_inputs: dict[str, Any] = {
+            "use_cache": True,
+            "return_dict": True,
+            releases.CACHE_KEY: self._cache,
+        }
         if source.takes_encoder_outputs:
             self._constant_inputs |= inputs.of_encoder(source.model, contexts[0], self._device)
         self._sees = source.sees(contexts[0])

@@ -6,11 +6,12 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 from transformers.generation import EosTokenCriteria, GenerationConfig
 from transformers.utils import ModelOutput
 
-from hfspec import Draft, compat
+from hfspec import Draft
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Greedy, Proposal, Rejection, Seeded
 from hfspec.accept.walk import Transcript, walk
-from hfspec.prepared import Prepared
+from hfspec.host import releases
+from hfspec.host.prepared import Prepared
 from hfspec.rounds import Outcome, Verified
 from hfspec.sampling.noise import SeededNoise
 from tests.models import PAD, rows, shared
@@ -189,7 +190,7 @@ class TestRecord:
         encoder = ModelOutput(last_hidden_state=torch.rand(1, 3, 4), hidden_states=(torch.rand(1, 3, 4),))
         config = GenerationConfig(return_dict_in_generate=True, output_hidden_states=True)
         out = Record(config, encoder).output(rows(1), lambda: "cache")
-        assert out[compat.CACHE_KEY] == "cache"
+        assert out[releases.CACHE_KEY] == "cache"
         assert out.encoder_hidden_states is encoder.hidden_states
         assert out.decoder_hidden_states == ()
         assert out.encoder_attentions is None

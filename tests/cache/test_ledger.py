@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hfspec import compat
 from hfspec.cache.ledger import (
     SpeculativeCache,
     SpeculativeLayer,
@@ -15,6 +14,7 @@ from hfspec.cache.ledger import (
     speculative_cache,
     vanilla_cache,
 )
+from hfspec.host import releases
 from tests.models import assert_same_cache, build, prompt, shared
 
 WINDOW = 8
@@ -22,7 +22,7 @@ WINDOW = 8
 
 def read(cache, ids):
     with torch.no_grad():
-        return shared()(input_ids=ids, use_cache=True, **{compat.CACHE_KEY: cache}).logits
+        return shared()(input_ids=ids, use_cache=True, **{releases.CACHE_KEY: cache}).logits
 
 
 def states(length, seed=0):

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache, cache_utils
 from transformers.cache_utils import StaticLayer
 
-from hfspec import compat
 from hfspec.cache.ledger import SpeculativeCache, speculative_cache
 from hfspec.cache.rollback import Rollback
+from hfspec.host import caches
 from tests.models import assert_same_cache, shared
 
 WINDOW = 8
 #: Keys of each token; values are their negatives.
 TABLE = torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(7))
 
-recurrent = pytest.mark.skipif(not compat.LINEAR_LAYER, reason="this release has no recurrent layers in its caches")
+recurrent = pytest.mark.skipif(not caches.LINEAR_LAYER, reason="this release has no recurrent layers in its caches")
 
 
 def recurrent_cache():
@@ -59,8 +59,8 @@ some_kinds = pytest.mark.parametrize(
 def read(rollback, cache, tokens):
     """Let the layers read tokens as a model's forward would: states that depend on all before, and keys and values."""
     start = rollback.num_read
-    for layer in compat.text_layers(cache):
-        if isinstance(layer, compat.LINEAR_LAYER):
+    for layer in caches.text_layers(cache):
+        if isinstance(layer, caches.LINEAR_LAYER):
             for token in tokens:
                 before = layer.recurrent_states
                 before = before[0] if isinstance(before, dict) else before
@@ -84,9 +84,9 @@ def assert_as_if_read(make, tokens, num_prompt, cache):
     for token in tokens[num_prompt:]:
         read(rollback, other, [token])
     cache, other = (each.to_vanilla() if isinstance(each, SpeculativeCache) else each for each in (cache, other))
-    for layer in (*compat.text_layers(cache), *compat.text_layers(other)):
+    for layer in (*caches.text_layers(cache), *caches.text_layers(other)):
         # The host leaves this number behind, and never reads it again, where a forward crosses the window's end.
-        if compat.is_sliding(layer) and isinstance(layer, StaticLayer):
+        if caches.is_sliding(layer) and isinstance(layer, StaticLayer):
             vars(layer).pop("cumulative_length", None)
     assert_same_cache(other, cache)
 
@@ -150,7 +150,7 @@ def test_going_forward_is_no_rollback(make):
         ("ours", True),
         ("ours with windows", True),
         ("encoder-decoder", True),
-        ("static", StaticLayer in compat.CROPPABLE_LAYERS),
+        ("static", StaticLayer in caches.CROPPABLE_LAYERS),
         ("static windows", False),
         ("the host's windows", False),
         pytest.param("recurrent", False, marks=recurrent),
@@ -187,8 +187,8 @@ def test_a_restore_keeps_the_addresses_that_were_marked_static(make):
     rollback.checkpoint()
 
     def addresses():
-        states = [getattr(layer, "recurrent_states", {}).get(0) for layer in compat.text_layers(cache)]
-        states += [layer.keys for layer in compat.text_layers(cache) if isinstance(layer, StaticLayer)]
+        states = [getattr(layer, "recurrent_states", {}).get(0) for layer in caches.text_layers(cache)]
+        states += [layer.keys for layer in caches.text_layers(cache) if isinstance(layer, StaticLayer)]
         return [each.data_ptr() for each in states if each is not None]
 
     before = addresses()

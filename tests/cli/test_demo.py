@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from hfspec.cli.demo import LABELS
 from hfspec.cli.main import app
 from hfspec.config import DraftBudget
-from hfspec.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
+from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -24,9 +24,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from hfspec import compat
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.support import cache_problem
+from hfspec.host import caches, forwards, releases
+from hfspec.host.verdicts import cache_problem
 from tests.models import PAD, SUPPORTED, build, char_tokenizer, prompt, rows, shared
 
 ALL_STATES = {
@@ -48,7 +48,7 @@ def spied(base: type, seen: list[Any]) -> type:
 
         return loop
 
-    loops = (compat.SAMPLE_METHOD, *compat.OTHER_DECODING_METHODS)
+    loops = (releases.SAMPLE_METHOD, *releases.OTHER_DECODING_METHODS)
     return type(base)(base.__name__, (base,), {name: spy(name) for name in loops if hasattr(base, name)})
 
 
@@ -63,7 +63,7 @@ def loop_calls(**call: Any) -> list[Any]:
 def read(model: Any, ids: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
     """A forward with the cache under this release's name for it."""
     with torch.no_grad():
-        return model(input_ids=ids, use_cache=True, **{compat.CACHE_KEY: cache}, **kwargs)
+        return model(input_ids=ids, use_cache=True, **{releases.CACHE_KEY: cache}, **kwargs)
 
 
 # The decoding loops
@@ -72,7 +72,7 @@ def read(model: Any, ids: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any
 @pytest.mark.parametrize("call", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_the_loop_is_looked_up_on_the_class(call):
     """`generate()` finds `_sample` on `type(model)`, for greedy and sampled calls."""
-    assert [name for name, _, _ in loop_calls(**call)] == [compat.SAMPLE_METHOD]
+    assert [name for name, _, _ in loop_calls(**call)] == [releases.SAMPLE_METHOD]
 
 
 def test_other_loops_are_where_we_look_for_them():
@@ -80,7 +80,7 @@ def test_other_loops_are_where_we_look_for_them():
     assert loop_calls(num_beams=2)[0][0] == "_beam_search"
     assert loop_calls(assistant_model=build(seed=1))[0][0] == "_assisted_decoding"
     assert loop_calls(prompt_lookup_num_tokens=2)[0][0] == "_assisted_decoding"
-    assert set(compat.OTHER_DECODING_METHODS) <= set(dir(GenerationMixin))
+    assert set(releases.OTHER_DECODING_METHODS) <= set(dir(GenerationMixin))
 
 
 def test_the_loop_gets_these_arguments():
@@ -89,10 +89,10 @@ def test_the_loop_gets_these_arguments():
     assert len(args) == 1
     assert torch.equal(args[0], prompt(5))
     assert {"logits_processor", "stopping_criteria", "generation_config", "streamer"} <= set(kwargs)
-    assert {"use_cache", compat.CACHE_KEY} <= set(kwargs)
+    assert {"use_cache", releases.CACHE_KEY} <= set(kwargs)
     assert isinstance(kwargs["logits_processor"], LogitsProcessorList)
     assert isinstance(kwargs["generation_config"], GenerationConfig)
-    assert type(kwargs[compat.CACHE_KEY]) is DynamicCache
+    assert type(kwargs[releases.CACHE_KEY]) is DynamicCache
 
 
 def test_a_callable_loop_passes_the_hook_by():
@@ -161,7 +161,7 @@ def char_streamer() -> BaseStreamer:
 
 
 def test_the_order_of_calls_per_token():
-    """Prompt to the streamer; per token processors, then criteria and streamer in `compat`'s order; then the end."""
+    """Prompt to the streamer; per token processors, then criteria and streamer in the release's order; then the end."""
     order: list[str] = []
     build().generate(
         prompt(5),
@@ -170,7 +170,7 @@ def test_the_order_of_calls_per_token():
         stopping_criteria=[Noting("criterion", order)],
         streamer=Noting("streamer", order),
     )
-    token = ["criterion", "put [1]"] if compat.STREAMS_AFTER_CRITERIA else ["put [1]", "criterion"]
+    token = ["criterion", "put [1]"] if releases.STREAMS_AFTER_CRITERIA else ["put [1]", "criterion"]
     assert order == ["put [1, 5]", *2 * ["processor", *token], "end"]
 
 
@@ -216,7 +216,7 @@ def test_the_result_has_these_fields():
     """The dict is a `GenerateDecoderOnlyOutput` with one entry a token and the cache under `CACHE_KEY`."""
     out = build().generate(prompt(5), max_new_tokens=3, **ALL_STATES)
     assert type(out) is GenerateDecoderOnlyOutput
-    assert list(out) == ["sequences", "scores", "logits", "attentions", "hidden_states", compat.CACHE_KEY]
+    assert list(out) == ["sequences", "scores", "logits", "attentions", "hidden_states", releases.CACHE_KEY]
     assert [len(out[name]) for name in list(out)[1:5]] == [3] * 4
     assert [tuple(step[0].shape) for step in out.hidden_states] == [(1, 5, 32), (1, 1, 32), (1, 1, 32)]
     assert [tuple(step[0].shape) for step in out.attentions] == [(1, 4, 5, 5), (1, 4, 1, 6), (1, 4, 1, 7)]
@@ -225,7 +225,7 @@ def test_the_result_has_these_fields():
 def test_the_last_token_is_not_in_the_cache():
     """The cache handed back holds all but the last token, in a plain `DynamicCache`."""
     out = build().generate(prompt(5), max_new_tokens=3, return_dict_in_generate=True)
-    cache = out[compat.CACHE_KEY]
+    cache = out[releases.CACHE_KEY]
     assert type(cache) is DynamicCache
     assert cache.get_seq_length() == 7
 
@@ -259,7 +259,7 @@ def test_the_cache_keyword_is_not_ignored(arch):
 
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_prefill_is_vanillas(arch):
-    """`compat.prefill` gives the logits of vanilla's first token and fills the cache with the prompt."""
+    """`forwards.prefill` gives the logits of vanilla's first token and fills the cache with the prompt."""
     model, seen = build(arch), []
     model.__class__ = spied(type(model), seen)
     vanilla = model.generate(prompt(5), max_new_tokens=1, return_dict_in_generate=True, output_logits=True).logits[0]
@@ -272,33 +272,33 @@ def test_prefill_is_vanillas(arch):
         if name not in ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
     }
     with torch.no_grad():
-        outputs, grown = compat.prefill(model, prompt(5), config, model_kwargs | {compat.CACHE_KEY: cache})
+        outputs, grown = forwards.prefill(model, prompt(5), config, model_kwargs | {releases.CACHE_KEY: cache})
         assert torch.equal(outputs.logits[:, -1].float(), vanilla)
         assert cache.get_seq_length() == 5
-        grown = compat.advance(model, outputs, grown, 1)
-        grown = compat.advance(model, ModelOutput(), grown, 3)
-        inputs = compat.prepare_last(model, prompt(9), 4, grown)
+        grown = forwards.advance(model, outputs, grown, 1)
+        grown = forwards.advance(model, ModelOutput(), grown, 3)
+        inputs = forwards.prepare_last(model, prompt(9), 4, grown)
     assert torch.equal(inputs["input_ids"], prompt(9)[:, 5:])
     positions = inputs.get("position_ids", inputs.get("cache_position"))
     assert positions.flatten().tolist() == [5, 6, 7, 8]
 
 
 def test_masks_and_token_types_grow_with_the_text():
-    """`compat.advance` appends ones to the mask and repeats the last token type, many at a time."""
+    """`forwards.advance` appends ones to the mask and repeats the last token type, many at a time."""
     start = {"attention_mask": torch.tensor([[0, 1, 1]]), "token_type_ids": torch.tensor([[0, 0, 1]])}
-    if not compat._FEEDS_BY_LENGTH:
+    if not releases.FEEDS_BY_LENGTH:
         start["cache_position"] = torch.arange(3)
-    grown = compat.advance(build("gpt2"), ModelOutput(), start | {"use_cache": True}, 2)
+    grown = forwards.advance(build("gpt2"), ModelOutput(), start | {"use_cache": True}, 2)
     assert grown["attention_mask"].tolist() == [[0, 1, 1, 1, 1]]
     assert grown["token_type_ids"].tolist() == [[0, 0, 1, 1, 1]]
     assert start["attention_mask"].shape == (1, 3)
 
 
 def test_decoding_forwards_have_a_context():
-    """`compat.decoding` is a context manager that leaves the model as it was."""
+    """`forwards.decoding` is a context manager that leaves the model as it was."""
     model = build()
     before = dict(vars(model))
-    with compat.decoding(model):
+    with forwards.decoding(model):
         read(model, prompt(3))
     assert vars(model).keys() == before.keys()
 
@@ -367,10 +367,10 @@ def test_a_plain_cache_grows_full_attention_layers():
     cache = filled()
     assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 2
     assert cache.offloading is False
-    assert not compat.is_empty(cache)
-    assert compat.is_empty(DynamicCache())
-    assert not compat.is_static(cache)
-    assert not compat.keeps_elsewhere(cache)
+    assert not caches.is_empty(cache)
+    assert caches.is_empty(DynamicCache())
+    assert not caches.is_static(cache)
+    assert not caches.keeps_elsewhere(cache)
 
 
 def test_our_layers_are_made_by_the_host():
@@ -386,22 +386,22 @@ def test_our_layers_are_made_by_the_host():
 def test_caches_of_each_kind_are_told_apart():
     """Windows, fixed sizes and offloading are seen on the cache that the host makes for a config."""
     windows = DynamicCache(config=build("mistral").config)
-    assert [compat.is_sliding(layer) for layer in windows.layers] == [True, True]
+    assert [caches.is_sliding(layer) for layer in windows.layers] == [True, True]
     full = DynamicCache(config=shared().config)
-    assert not any(compat.is_sliding(layer) for layer in full.layers)
+    assert not any(caches.is_sliding(layer) for layer in full.layers)
     static = StaticCache(config=shared().config, max_cache_len=16)
-    assert compat.is_static(static)
-    assert compat.keeps_elsewhere(static)
+    assert caches.is_static(static)
+    assert caches.keeps_elsewhere(static)
     offloaded = DynamicCache()
     offloaded.offloading = True
-    assert compat.keeps_elsewhere(offloaded)
+    assert caches.keeps_elsewhere(offloaded)
     assert all(cache_problem(cache) is None for cache in (windows, full, static, offloaded))
     pair = EncoderDecoderCache(static, DynamicCache())
-    assert compat.text_layers(pair) is static.layers
-    assert compat.keeps_elsewhere(pair)
+    assert caches.text_layers(pair) is static.layers
+    assert caches.keeps_elsewhere(pair)
 
 
-@pytest.mark.parametrize("layer", sorted(compat.CROPPABLE_LAYERS, key=lambda layer: layer.__name__))
+@pytest.mark.parametrize("layer", sorted(caches.CROPPABLE_LAYERS, key=lambda layer: layer.__name__))
 def test_croppable_layers_forget_their_last_tokens(layer):
     """The layers that are cropped, not copied, hold afterwards what a layer holds that never read more."""
     parts = inspect.signature(layer.__init__).parameters
@@ -445,29 +445,29 @@ def test_model_kwargs_hold_vanillas_cache():
     model, seen = build("mistral"), []
     model.__class__ = spied(type(model), seen)
     model.generate(prompt(5), max_new_tokens=2)
-    assert all(compat.is_sliding(layer) for layer in seen[0][2][compat.CACHE_KEY].layers)
+    assert all(caches.is_sliding(layer) for layer in seen[0][2][releases.CACHE_KEY].layers)
 
 
 def test_an_encoder_decoder_has_run_its_encoder():
     """The loop gets the encoder's outputs and a pair of caches; the encoder's input goes through `ENCODER_METHOD`."""
     model, seen, given = build("t5"), [], []
-    encode = getattr(type(model), compat.ENCODER_METHOD)
+    encode = getattr(type(model), releases.ENCODER_METHOD)
 
     def spy(self: Any, inputs_tensor: Any, model_kwargs: Any, model_input_name: Any, *args: Any, **kwargs: Any) -> Any:
         given.append((inputs_tensor, model_input_name))
         return encode(self, inputs_tensor, model_kwargs, model_input_name, *args, **kwargs)
 
     model.__class__ = spied(type(model), seen)
-    setattr(type(model), compat.ENCODER_METHOD, spy)
+    setattr(type(model), releases.ENCODER_METHOD, spy)
     out = model.generate(prompt(5), max_new_tokens=3, num_return_sequences=2, do_sample=True, **ALL_STATES)
     _, args, kwargs = seen[0]
     assert torch.equal(given[0][0], prompt(5))
     assert given[0][1] in (None, "input_ids")
     assert args[0].tolist() == [[PAD], [PAD]]
     assert kwargs["encoder_outputs"].last_hidden_state.shape[:2] == (2, 5)
-    assert type(kwargs[compat.CACHE_KEY]) is EncoderDecoderCache
+    assert type(kwargs[releases.CACHE_KEY]) is EncoderDecoderCache
     assert type(out) is GenerateEncoderDecoderOutput
-    row = compat.row_of_outputs(kwargs["encoder_outputs"], 1)
+    row = forwards.row_of_outputs(kwargs["encoder_outputs"], 1)
     assert torch.equal(row.last_hidden_state, kwargs["encoder_outputs"].last_hidden_state[1:])
 
 
@@ -505,14 +505,14 @@ def test_holes_that_a_mask_hides_change_nothing():
 
 
 def test_rows_are_taken_from_every_tensor_but_the_positions_in_the_cache():
-    """`compat.select_rows` relies on the host's convention that tensors have rows first."""
+    """`forwards.select_rows` relies on the host's convention that tensors have rows first."""
     kwargs = {
         "attention_mask": torch.arange(6).view(3, 2),
         "cache_position": torch.arange(3),
         "use_cache": True,
         "scalar": torch.tensor(3),
     }
-    chosen = compat.select_rows(kwargs, [2, 0], 3)
+    chosen = forwards.select_rows(kwargs, [2, 0], 3)
     assert chosen["attention_mask"].tolist() == [[4, 5], [0, 1]]
     assert chosen["cache_position"].tolist() == [0, 1, 2]
     assert (chosen["use_cache"], int(chosen["scalar"])) == (True, 3)

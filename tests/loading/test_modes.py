@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hfspec
-from hfspec import compat
+from hfspec.host import releases
 from tests.loading.tiny import CALLS, assert_exact, assert_same_but_for_ties, noisy_copy, target
 from tests.models import both, build, plain_text, prompt
 
@@ -84,7 +84,7 @@ def test_a_draft_in_training_mode(checkpointing):
     draft = prepared(noisy_copy(target()), training=True, checkpointing=checkpointing, frozen=False)
     before = flags(draft)
     pair = both(target(), draft, prompt(), NEW, draft_budget=4).assert_same()
-    is_forgetful = checkpointing and compat.CHECKPOINTING_DROPS_CACHE
+    is_forgetful = checkpointing and releases.CHECKPOINTING_DROPS_CACHE
     pair.assert_plain("checkpointing") if is_forgetful else pair.assert_drafted()
     assert flags(draft) == before
 

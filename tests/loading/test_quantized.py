@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
-from hfspec import compat
+from hfspec.host import caches, releases
 from tests.loading.tiny import CALLS, assert_exact, assert_same_but_for_ties, reload, target
 from tests.models import both, prompt
 
@@ -128,9 +128,9 @@ def _far_apart(model: Any) -> float:
     ids = prompt(40)
     logits = []
     for width in (1, 8):
-        cache = compat.empty_cache_for(model.config)
+        cache = caches.empty_cache_for(model.config)
         with torch.no_grad():
-            parts = [model(input_ids=part, **{compat.CACHE_KEY: cache}).logits for part in ids.split(width, dim=1)]
+            parts = [model(input_ids=part, **{releases.CACHE_KEY: cache}).logits for part in ids.split(width, dim=1)]
         logits.append(torch.cat(parts, dim=1).float())
     one_by_one, together = logits
     return float((together - one_by_one).abs().max() / one_by_one.std())

@@ -10,7 +10,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import EncoderDecoderCache
 
 import hfspec
-from hfspec import compat
+from hfspec.host import releases
 from tests.models import (
     COUNTING,
     ENCODER_DECODER,
@@ -158,7 +158,7 @@ def test_a_name_and_an_object_together_are_vanillas_error():
     kind, _ = same_outcome(
         shared(),
         noisy(),
-        lambda: {"input_ids": prompt(6), compat.CACHE_KEY: DynamicCache(), "cache_implementation": "static"} | NEW,
+        lambda: {"input_ids": prompt(6), releases.CACHE_KEY: DynamicCache(), "cache_implementation": "static"} | NEW,
     )
     assert kind == "ValueError"
 
@@ -208,7 +208,7 @@ def test_a_cache_handed_in(arch, name, num_rows):
 
     def call() -> dict[str, Any]:
         kept.append(OBJECTS[name](model))
-        return {"input_ids": prompt(6).expand(num_rows, -1), compat.CACHE_KEY: kept[-1]} | NEW | DICT | EAGERLY
+        return {"input_ids": prompt(6).expand(num_rows, -1), releases.CACHE_KEY: kept[-1]} | NEW | DICT | EAGERLY
 
     if outcome(lambda: OBJECTS[name](model))[0] != "result":
         pytest.skip("this release or machine has no such cache")
@@ -242,13 +242,13 @@ def test_the_users_own_object_is_filled(arch, draft, more):
     for length in range(8, 16):  # reached in mid-draft, or not: more or less has to be taken back, or read again
         vanillas, mine = DynamicCache(config=model.config), DynamicCache(config=model.config)
         call = NEW | {"stopping_criteria": [ends_at(length)]}
-        expected = model.generate(prompt(6), **{compat.CACHE_KEY: vanillas}, **call)
+        expected = model.generate(prompt(6), **{releases.CACHE_KEY: vanillas}, **call)
         with hfspec.patched(model, noisy(draft), draft_budget=4):
-            out = model.generate(prompt(6), **{compat.CACHE_KEY: mine}, **call, **more)
+            out = model.generate(prompt(6), **{releases.CACHE_KEY: mine}, **call, **more)
             assert hfspec.stats(model).last.drafted_tokens > 0
             assert hfspec.stats(model).last.fallback_reason is None
         assert torch.equal(getattr(out, "sequences", out), expected)
-        assert not more or out[compat.CACHE_KEY] is mine
+        assert not more or out[releases.CACHE_KEY] is mine
         assert_same_cache(vanillas, mine)
 
 
@@ -267,7 +267,7 @@ def test_a_static_cache_too_small_is_vanillas_error():
 
         def call(size: int = size) -> dict[str, Any]:
             cache = StaticCache(config=shared().config, max_cache_len=size)
-            return {"input_ids": prompt(6), compat.CACHE_KEY: cache} | NEW | EAGERLY
+            return {"input_ids": prompt(6), releases.CACHE_KEY: cache} | NEW | EAGERLY
 
         kind, _ = same_outcome(shared(), shared(), call, budget=6)
         assert (kind == "result") == (size >= 6 + 24 - 1), size
@@ -308,7 +308,7 @@ def test_turns_over_one_cache(name, num_rows, fast_turns):
         ids = torch.cat([prompt(6, seed=seed) for seed in range(num_rows)])
         texts = []
         for number, turn in enumerate(turns):
-            given = {} if cache is None else {compat.CACHE_KEY: cache}
+            given = {} if cache is None else {releases.CACHE_KEY: cache}
             with hfspec.patched(model, noisy(arch), draft_budget=3):
                 torch.manual_seed(number)
                 more = {"speculate": turn == "f", "do_sample": number == 1, "max_new_tokens": 9}
@@ -316,7 +316,7 @@ def test_turns_over_one_cache(name, num_rows, fast_turns):
                 last = hfspec.stats(model).last
             assert (last.drafted_tokens > 0) == (turn == "f")
             assert turn == "p" or not last.fallback_reasons
-            cache = out[compat.CACHE_KEY]
+            cache = out[releases.CACHE_KEY]
             texts.append(out.sequences)
             added = torch.cat([prompt(5, seed=10 + number + row) for row in range(num_rows)])
             ids = torch.cat([out.sequences, added], dim=-1)
@@ -335,12 +335,14 @@ def test_a_prefix_read_once_serves_many_calls():
     def read() -> DynamicCache:
         cache = DynamicCache()
         with torch.no_grad():
-            model(input_ids=prefix, use_cache=True, **{compat.CACHE_KEY: cache})
+            model(input_ids=prefix, use_cache=True, **{releases.CACHE_KEY: cache})
         return cache
 
     ids = torch.cat([prefix, prompt(4, seed=3)], dim=-1)
     call = NEW | DICT
-    both(model, noisy(), ids, lambda: call | {compat.CACHE_KEY: read()}, draft_budget=4).assert_same().assert_drafted()
+    both(
+        model, noisy(), ids, lambda: call | {releases.CACHE_KEY: read()}, draft_budget=4
+    ).assert_same().assert_drafted()
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral"])
@@ -352,7 +354,7 @@ def test_a_cache_made_in_inference_mode_is_vanillas(arch):
         with torch.inference_mode():
             out = model.generate(prompt(6), **NEW, **DICT)
         ids = torch.cat([out.sequences, prompt(4, seed=3)], dim=-1)
-        return model.generate(ids, **{compat.CACHE_KEY: out[compat.CACHE_KEY]}, **NEW)
+        return model.generate(ids, **{releases.CACHE_KEY: out[releases.CACHE_KEY]}, **NEW)
 
     expected = second_turn()
     with hfspec.patched(model, noisy(arch), draft_budget=4):
@@ -571,7 +573,7 @@ def test_a_rollback_equals_a_cache_never_extended(cache, arch, kept):
             cache, {}
         )
         if cache == "the user's":
-            given = {compat.CACHE_KEY: DynamicCache(config=model.config)}
+            given = {releases.CACHE_KEY: DynamicCache(config=model.config)}
         return NEW | DICT | given | {"output_logits": True}
 
     both(model, script, ids, call, draft_budget=7).assert_same().assert_drafted()

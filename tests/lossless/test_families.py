@@ -14,7 +14,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import MaxTimeCriteria, TemperatureLogitsWarper
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, compat
+from hfspec import Context, Draft, DraftSession, DraftSource
+from hfspec.host import architectures, releases
 from tests import models
 from tests.models import PAD, Scripted, both, prompt, prompts
 from tests.zoo import tiny
@@ -142,7 +143,7 @@ def test_attentions_of_falcon():
     """Where asking for them makes it look ahead, drafts would change the past: plain, or as the others."""
     call = inputs_of("falcon") | {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_attentions": True}
     pair = both(target("falcon"), noisy("falcon"), None, call, draft_budget=4).assert_same()
-    if compat.looks_ahead_for_attentions(target("falcon")):
+    if architectures.looks_ahead_for_attentions(target("falcon")):
         pair.assert_plain("attention weights", "looks ahead")
     else:
         pair.assert_drafted()
@@ -206,7 +207,7 @@ def flat(states):
 def test_the_returned_cache_has_its_shape(name):
     """Keys and values of every token but the last, in every layer; of an encoder, the whole source besides."""
     call = inputs_of(name) | {"max_new_tokens": NEW, "return_dict_in_generate": True}
-    cache = check(name, call).fast[compat.CACHE_KEY]
+    cache = check(name, call).fast[releases.CACHE_KEY]
     written = num_prompt(name) + NEW - 1
     assert cache.get_seq_length() == written
     own = cache.self_attention_cache if name in SEQ2SEQ else cache
@@ -267,7 +268,7 @@ def test_going_on_from_a_returned_cache(name):
     def in_two_calls():
         first = model.generate(**inputs, **returned, max_new_tokens=4)
         mask = torch.ones_like(first.sequences)
-        rest = {compat.CACHE_KEY: first[compat.CACHE_KEY], "attention_mask": mask, "max_new_tokens": NEW - 4}
+        rest = {releases.CACHE_KEY: first[releases.CACHE_KEY], "attention_mask": mask, "max_new_tokens": NEW - 4}
         return model.generate(first.sequences, **returned, **rest)
 
     plain = in_two_calls()

@@ -11,8 +11,9 @@ from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCri
 from transformers.cache_utils import StaticLayer
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget, compat
+from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
 from hfspec.draft.base import BatchSession
+from hfspec.host import caches, releases
 from hfspec.patch import is_patched
 from tests.models import (
     RECURRENT,
@@ -490,7 +491,7 @@ def test_an_error_of_the_users_objects(kind, number, num_rows, mode):
 
 
 #: Static layers can forget their last tokens in some releases only.
-CROPS_STATIC = StaticLayer in compat.CROPPABLE_LAYERS
+CROPS_STATIC = StaticLayer in caches.CROPPABLE_LAYERS
 CACHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "dynamic": ("llama", lambda model: DynamicCache()),
     "made for the model": ("llama", lambda model: DynamicCache(config=model.config)),
@@ -513,7 +514,7 @@ def test_an_error_leaves_the_users_cache_where_vanilla_leaves_it(name, kind, num
         caches = make(model), make(model)
         for cache, is_fast in zip(caches, (False, True), strict=True):
             raising = Raising(kind, number, BrokenError("by the user"))
-            call = {compat.CACHE_KEY: cache, "disable_compile": True, "max_new_tokens": 14}
+            call = {releases.CACHE_KEY: cache, "disable_compile": True, "max_new_tokens": 14}
             with patched_or_not(model, arch, is_fast), pytest.raises(BrokenError):
                 model.generate(ids, **call, **raising.keyword())
         plain, fast = caches
@@ -545,7 +546,7 @@ def test_the_next_turn_after_an_error_is_vanillas(name):
                     return torch.zeros(1, dtype=torch.bool)
 
             raising = Raising("criterion", number, BrokenError("by the user"))
-            call = {compat.CACHE_KEY: cache, "disable_compile": True, "max_new_tokens": 14}
+            call = {releases.CACHE_KEY: cache, "disable_compile": True, "max_new_tokens": 14}
             with patched_or_not(model, arch, is_fast):
                 with pytest.raises(BrokenError):
                     model.generate(ids, stopping_criteria=[Notes(), raising], **call)
@@ -601,7 +602,7 @@ def test_an_error_of_the_target_leaves_nothing_foreign_in_the_users_cache(name, 
 
         hook = OnForward(model, **{where: fail})
         wrong = Faulty((text + 1) % VOCAB, "", 0, raises(BrokenError()), is_batch=False)
-        call = {compat.CACHE_KEY: cache, "disable_compile": True, "max_new_tokens": 14}
+        call = {releases.CACHE_KEY: cache, "disable_compile": True, "max_new_tokens": 14}
         try:
             with hfspec.patched(model, wrong, draft_budget=2), pytest.raises(BrokenError):
                 model.generate(ids, **call)

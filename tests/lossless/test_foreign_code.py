@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 import hfspec
-from hfspec import compat
+from hfspec.host import releases
 from hfspec.patch import is_patched
 from tests.models import VOCAB, both, build, noisy, plain_text, prompt, prompts
 
@@ -32,9 +32,9 @@ class OldPreparation(LlamaForCausalLM):
     """Feeds the last token only, as most models did once."""
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
-        cache = kwargs.get(compat.CACHE_KEY)
+        cache = kwargs.get(releases.CACHE_KEY)
         fed = input_ids if cache.get_seq_length() == 0 else input_ids[:, -1:]
-        return {"input_ids": fed, compat.CACHE_KEY: cache, "attention_mask": attention_mask, "use_cache": True}
+        return {"input_ids": fed, releases.CACHE_KEY: cache, "attention_mask": attention_mask, "use_cache": True}
 
 
 class OldUpdate(LlamaForCausalLM):
@@ -174,9 +174,9 @@ def test_a_loop_of_the_users_own_may_read_the_cache(has_own_cache):
 
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         if has_own_cache:
-            kwargs[compat.CACHE_KEY] = DynamicCache(config=model.config)
+            kwargs[releases.CACHE_KEY] = DynamicCache(config=model.config)
         text = model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-        lengths.append(int(kwargs[compat.CACHE_KEY].get_seq_length()))
+        lengths.append(int(kwargs[releases.CACHE_KEY].get_seq_length()))
         return text
 
     both(build(), noisy(), prompt(), NEW | {"custom_generate": loop}, draft_budget=4).assert_same().assert_drafted()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import hfspec
-from hfspec import compat
+from hfspec.host import releases
 from tests.models import (
     COUNTING,
     ENCODER_DECODER,
@@ -109,9 +109,9 @@ class Case:
         if self.cache == "static":
             call |= {"cache_implementation": "static"}
         elif self.cache == "the user's":
-            call |= {compat.CACHE_KEY: DynamicCache()}
+            call |= {releases.CACHE_KEY: DynamicCache()}
         elif self.cache == "the user's, made for the model":
-            call |= {compat.CACHE_KEY: DynamicCache(config=self.model.config)}
+            call |= {releases.CACHE_KEY: DynamicCache(config=self.model.config)}
         elif self.cache == "filled in chunks":
             call |= {"prefill_chunk_size": 4}
         return call

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hfspec
-from hfspec import compat
 from hfspec.draft.model import ModelDraft
+from hfspec.host import releases
 from tests.models import FunctionSource, Scripted, both, rows
 from tests.multimodal.tiny import IMAGE, SEEING, VIDEO, language_model, noisy_copy, pictures, seeing, text_only, widened
 
@@ -206,7 +206,7 @@ def test_a_second_turn_about_the_picture(arch, draft):
             model.model.rope_deltas = torch.tensor([[-2]])
         ids = torch.cat([first.sequences, text_only(4, seed=9)["input_ids"]], dim=-1)
         mask = torch.ones_like(ids)
-        return {"input_ids": ids, "attention_mask": mask, compat.CACHE_KEY: first[compat.CACHE_KEY]} | NEW
+        return {"input_ids": ids, "attention_mask": mask, releases.CACHE_KEY: first[releases.CACHE_KEY]} | NEW
 
     check(arch, copy.deepcopy(model) if draft == "sees" else language_model(arch, vocab_size=IMAGE), second_turn)
 
@@ -219,7 +219,7 @@ def test_a_second_turn_with_a_picture_of_its_own():
         first = model.generate(**pictures("llava", 4), max_new_tokens=5, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, new["input_ids"]], dim=-1)
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": new["pixel_values"]}
-        return call | {compat.CACHE_KEY: first[compat.CACHE_KEY]} | NEW
+        return call | {releases.CACHE_KEY: first[releases.CACHE_KEY]} | NEW
 
     check("llava", copy.deepcopy(model), second_turn)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hfspec
-from hfspec import compat
+from hfspec.host import releases
 from tests.models import Scripted, assert_close, both
 from tests.zoo.tiny import all_species, build
 from tests.zoo.verdict import noisy_copy
@@ -108,11 +108,11 @@ def test_a_state_of_the_models_own_kind_over_turns():
     texts = []
     for is_fast in (False, True):
         out = model.generate(**ids_of(10), return_dict_in_generate=True, **NEW)
-        text, cache = out.sequences, out[compat.CACHE_KEY]
+        text, cache = out.sequences, out[releases.CACHE_KEY]
         for turn in range(2):
             text = torch.cat([text, ids_of(4, seed=turn)["input_ids"]], dim=-1)
             with hfspec.patched(model, draft, draft_budget=3) if is_fast else torch.no_grad():
-                text = model.generate(text, **{compat.CACHE_KEY: cache}, **NEW)
+                text = model.generate(text, **{releases.CACHE_KEY: cache}, **NEW)
         texts.append(text)
     assert torch.equal(*texts)
 
@@ -147,8 +147,8 @@ def test_layers_that_a_model_adds_to_its_cache():
     for is_fast in (False, True):
         with hfspec.patched(model, draft, draft_budget=4) if is_fast else torch.no_grad():
             out = model.generate(**ids_of(10), return_dict_in_generate=True, **NEW)
-        text, cache = out.sequences, out[compat.CACHE_KEY]
+        text, cache = out.sequences, out[releases.CACHE_KEY]
         caches.append([(type(layer), int(layer.get_seq_length()), layer.keys.shape) for layer in cache.layers])
         longer = torch.cat([text, ids_of(4)["input_ids"]], dim=-1)
-        caches[-1].append(model.generate(longer, **{compat.CACHE_KEY: cache}, **NEW).tolist())
+        caches[-1].append(model.generate(longer, **{releases.CACHE_KEY: cache}, **NEW).tolist())
     assert caches[0] == caches[1]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import hfspec
-from hfspec.cache.support import model_problem
 from hfspec.compare import explain_difference
+from hfspec.host.verdicts import model_problem
 from tests.models import Scripted
 from tests.zoo.overrides import CALLS, ROWS_PER_TEXT, SCRIPTED
 from tests.zoo.prompts import inputs

@@ -6,14 +6,23 @@ fed token by token, see `stepping`.)
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from hfspec import compat
+from hfspec.host import releases
 
 _CODES = "it writes several codebooks at once, not one text"
 #: By the type of the text model's config, or of the whole. Each was found by comparing such forwards (`tests/zoo`).
@@ -92,7 +101,7 @@ def config_problem(config: PretrainedConfig) -> str | None:
             return _BY_TYPE[each.model_type]
         if each.model_type in _ENCODERS and not getattr(each, "is_decoder", False):
             return "its attention looks both ways, as is_decoder is not set in its config"
-        if each.model_type in _UNEVEN and not compat.HAS_EVEN_FORWARDS:
+        if each.model_type in _UNEVEN and not releases.HAS_EVEN_FORWARDS:
             return "in this release of transformers it masks several tokens behind a cache otherwise than one"
         if getattr(each, "second_expert_policy", "all") != "all":
             return "its experts are drawn at random in every forward"
@@ -166,7 +175,7 @@ def _module_problem(module: torch.nn.Module) -> str | None:
                 f"a forward hook is on its {type(module).__name__} ({_origin(hook)}): what a hook does to a forward "
                 "over one token it may not do to one over several"
             )
-    if module.training and getattr(module, "gradient_checkpointing", False) and compat.CHECKPOINTING_DROPS_CACHE:
+    if module.training and getattr(module, "gradient_checkpointing", False) and releases.CHECKPOINTING_DROPS_CACHE:
         return "gradient checkpointing in training mode drops the cache"
     if module.training and _draws(module):
         return "the model is in training mode with random dropout or noise: no two forwards agree"
@@ -228,3 +237,70 @@ def _is_a(module: torch.nn.Module, package: str, name: str) -> bool:
     """Whether `module` is of that class, which is not imported for this: where nobody has, nothing is of it."""
     found = getattr(sys.modules.get(package), name, None)
     return found is not None and isinstance(module, found)
+
+
+def num_processes(model: PreTrainedModel) -> int:
+    """How many processes share the model's layers, all of which must make the same forwards."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def has_foreign_forward(model: PreTrainedModel) -> bool:
+    """Whether the model's forward is somebody else's code than transformers'."""
+    return not model.forward.__module__.startswith("transformers.")
+
+
+def takes_position_ids(model: PreTrainedModel) -> bool:
+    """Whether the model's forward takes position ids."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def looks_ahead_for_attentions(model: PreTrainedModel) -> bool:
+    """Whether a model that is asked for its attention weights sees what comes later in the same forward.
+
+    Falcon then adds the mask to its scores; 4.57 makes one for that, 5.x one of booleans unless attention is eager.
+    """
+    makes_masks = hasattr(model.base_model, "_update_causal_mask")
+    return model.config.model_type == "falcon" and model.config._attn_implementation != "eager" and not makes_masks
+
+
+def reads_all(config: Any) -> bool:
+    """Whether the model knows no cache, so that vanilla feeds it the whole text for every token."""
+    return str(config.model_type) == "openai-gpt"
+
+
+def state_key(config: Any) -> str | None:
+    """The keyword of a state that is no cache of the host's kind, made by the model itself; `None` for other models."""
+    keys = {"minimax": releases.CACHE_KEY, "rwkv": "state", "xlstm": releases.CACHE_KEY}
+    return keys.get(config.model_type) if releases.CACHE_KEY == "cache" else None
+
+
+def takes_cache(config: Any) -> bool:
+    """Whether the causal model of this config takes a key-value cache; unknown configs are given the benefit."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model_class is None or releases.CACHE_KEY in inspect.signature(model_class.forward).parameters
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its ids: its embedding's device; `meta` where weights are brought in for each forward."""
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # models with an embedding of their own kind
+        weight = None
+    device: torch.device = (next(model.parameters()) if weight is None else weight).device
+    return device
+
+
+def max_positions(config: Any) -> int | None:
+    """How many positions a model of this config has, if it says so; some have tables that end there."""
+    config = config.get_text_config(decoder=True)
+    names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len")
+    limits = (getattr(config, name, None) for name in names)
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def auto_class(config: Any) -> Any:
+    """The class that loads a model of this config as one that writes text."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    writes_from_text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    return AutoModelForSeq2SeqLM if writes_from_text else AutoModelForSpeechSeq2Seq

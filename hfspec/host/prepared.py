@@ -8,8 +8,8 @@ import torch
 from transformers import LogitsProcessorList, PretrainedConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationConfig
 
-from hfspec import compat
-from hfspec.exactness import last_draft_id
+from hfspec.host import architectures, caches, releases
+from hfspec.host.architectures import last_draft_id
 from hfspec.sampling.processors import for_row
 
 #: Inputs that stand in places of the text, which a draft model that reads only text leaves out.
@@ -56,17 +56,17 @@ class Prepared:
     @property
     def cache(self) -> Any:
         """The cache that the host made, or the user passed."""
-        return self.model_kwargs.get(compat.CACHE_KEY)
+        return self.model_kwargs.get(releases.CACHE_KEY)
 
     @property
     def uses_cache(self) -> bool:
         """Whether vanilla reads only the newest token in each forward, and not the whole text again."""
-        return bool(self.model_kwargs.get("use_cache")) and not compat.reads_all(self.model.config)
+        return bool(self.model_kwargs.get("use_cache")) and not architectures.reads_all(self.model.config)
 
     @property
     def keeps_own_state(self) -> bool:
         """Whether the model makes a state of its own kind in the prompt's forward."""
-        return compat.state_key(self.model.config) is not None
+        return architectures.state_key(self.model.config) is not None
 
     @property
     def encoder_outputs(self) -> Any:
@@ -98,7 +98,7 @@ class Prepared:
     @property
     def max_length(self) -> int | None:
         """The length no draft may reach beyond: where the text ends, or the target's positions do."""
-        places = [compat.max_positions(self.model.config), compat.max_slots(self.cache)]
+        places = [architectures.max_positions(self.model.config), caches.max_slots(self.cache)]
         # The last token is never read.
         limits = [None if number is None else number + 1 - self.num_before for number in places]
         return min((limit for limit in (*limits, self.criteria.max_length) if limit is not None), default=None)

@@ -1,6 +1,6 @@
 """The table of models whose weights ship as pip packages, and what their GGUF files leave out.
 
-Facts only: nothing here downloads, reads or loads anything (`hfspec.weights` does).
+Facts only: nothing here downloads, reads or loads anything (`hfspec.weights.fetch` does).
 """
 
 from collections.abc import Mapping

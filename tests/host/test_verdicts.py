@@ -12,7 +12,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, StaticLayer
 
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.support import (
+from hfspec.host.verdicts import (
     cache_problem,
     counts_slots,
     draft_problem,

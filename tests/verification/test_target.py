@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessorList, StaticCache, StoppingCriteriaList
 
-from hfspec import compat
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.prepared import Prepared
-from hfspec.target.forward import RaggedTarget, Target
+from hfspec.host import releases
+from hfspec.host.prepared import Prepared
+from hfspec.verification.target import RaggedTarget, Target
 from tests.models import PAD, assert_same_cache, prompt, shared
 
 
@@ -21,7 +21,7 @@ def _target(
 ) -> Target:
     model = shared(arch, attn="sdpa")
     kwargs: dict[str, Any] = {"use_cache": True} | more
-    if kwargs.get("attention_mask") is not None and compat.ADVANCES_POSITIONS:  # as `generate()` prepares them there
+    if kwargs.get("attention_mask") is not None and releases.ADVANCES_POSITIONS:  # as `generate()` prepares them there
         kwargs["position_ids"] = (kwargs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     ids = prompt() if ids is None else ids
     criteria = StoppingCriteriaList()
@@ -160,4 +160,4 @@ def test_the_cache_goes_by_this_releases_name():
             _target().prefill(prompt())
     finally:
         hook.remove()
-    assert compat.CACHE_KEY in seen[0]
+    assert releases.CACHE_KEY in seen[0]

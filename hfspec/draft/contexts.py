@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import torch
 
-from hfspec import compat
 from hfspec.draft.base import Context, Peek
-from hfspec.prepared import Prepared
+from hfspec.host import forwards
+from hfspec.host.prepared import Prepared
 from hfspec.sampling.processors import for_row
 
 
@@ -37,7 +37,7 @@ def contexts_of(
             prompt_mask=prepared.text_mask(row),
             row=row,
             inputs=inputs_of(prepared, encoder_inputs, row),
-            encoder_outputs=None if outputs is None else compat.row_of_outputs(outputs, row),
+            encoder_outputs=None if outputs is None else forwards.row_of_outputs(outputs, row),
             encoder=None if outputs is None else prepared.model.get_encoder(),
         )
         for row in range(num_rows)

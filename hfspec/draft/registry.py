@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 from transformers import AutoConfig, AutoTokenizer, GenerationMixin, PreTrainedModel
 
-from hfspec import compat
-from hfspec.cache.support import draft_problem
 from hfspec.config import Options
 from hfspec.draft.base import DraftSource
 from hfspec.draft.model import ModelDraft
 from hfspec.draft.pairing import pairing_problem
 from hfspec.errors import DraftError, IncompatibleDraftError, PatchError
-from hfspec.weights import locate
+from hfspec.host import architectures
+from hfspec.host.verdicts import draft_problem
+from hfspec.weights.places import locate
 
 #: What `draft=` takes: a loaded model, the name or path of one, or any draft source.
 DraftLike: TypeAlias = PreTrainedModel | DraftSource | str | os.PathLike[str]
@@ -86,7 +86,7 @@ def wrapped_hint(thing: object) -> str:
 
 def _has_weights(model: PreTrainedModel) -> bool:
     """Whether a model has weights: in memory, or somewhere that Accelerate brings them from for each forward."""
-    if compat.input_device(model).type != "meta":
+    if architectures.input_device(model).type != "meta":
         return True
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     return any(getattr(each, "offload", False) for hook in hooks for each in getattr(hook, "hooks", (hook,)))
@@ -98,10 +98,10 @@ def _load_beside(model: PreTrainedModel, name: str) -> PreTrainedModel:
     Raises:
         DraftError: transformers cannot load it.
     """
-    device = compat.input_device(model)
+    device = architectures.input_device(model)
     source = locate(name)
     try:
-        loader = compat.auto_class(AutoConfig.from_pretrained(source))
+        loader = architectures.auto_class(AutoConfig.from_pretrained(source))
         # The model's dtype, not the embedding's: those of a packed GGUF are bytes.
         loaded: Any = loader.from_pretrained(source, dtype=model.dtype)
     except (OSError, ValueError) as error:

@@ -11,15 +11,15 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from hfspec import compat
 from hfspec.cache.ledger import SpeculativeCache, vanilla_cache
 from hfspec.cache.rollback import Rollback, StateRollback
 from hfspec.cache.rows import Rows
-from hfspec.cache.support import counts_slots
-from hfspec.prepared import Prepared
+from hfspec.host import architectures, forwards, releases
+from hfspec.host.prepared import Prepared
+from hfspec.host.stepping import stepping, stepping_layers
+from hfspec.host.verdicts import counts_slots
 from hfspec.rounds import Verified
 from hfspec.sampling.noise import generator_state
-from hfspec.stepping import stepping, stepping_layers
 
 
 class Target:
@@ -32,7 +32,7 @@ class Target:
     def __init__(self, prepared: Prepared, cache: Any) -> None:
         self.model = prepared.model
         self._generation_config = prepared.generation_config
-        self._model_kwargs = prepared.model_kwargs | {compat.CACHE_KEY: cache}
+        self._model_kwargs = prepared.model_kwargs | {releases.CACHE_KEY: cache}
         self._cache = cache
         # Counts new tokens: the prompt in the cache is its zero.
         self._rollback: Rollback | StateRollback = Rollback(cache, layers=prepared.model.modules())
@@ -49,12 +49,12 @@ class Target:
     def prefill(self, input_ids: torch.Tensor) -> Verified:
         """Read the prompt `[rows, length]`; the logits choose the first token."""
         before = generator_state(input_ids.device)
-        outputs, kwargs = compat.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
+        outputs, kwargs = forwards.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         if not torch.equal(generator_state(input_ids.device), before):
             self.problem = "the model draws random numbers in its forwards"
-        elif compat.has_foreign_forward(self.model) and outputs.logits.shape[1] == 1 < input_ids.shape[1]:
+        elif architectures.has_foreign_forward(self.model) and outputs.logits.shape[1] == 1 < input_ids.shape[1]:
             self.problem = "the model gives logits for the last token only"
-        self._model_kwargs = compat.advance(self.model, outputs, kwargs, num_new_tokens=1)
+        self._model_kwargs = forwards.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
         if others := _other_caches(self._model_kwargs):
             self._rollback = Rollback(self._cache, layers=self.model.modules(), others=others)
@@ -74,7 +74,7 @@ class Target:
         input_ids, kwargs = self._with_drafts(texts, draft_ids)
         self._rollback.checkpoint()
         num_read = self.num_unread + num_drafted
-        model_inputs = compat.prepare_last(self.model, input_ids, num_read, kwargs)
+        model_inputs = forwards.prepare_last(self.model, input_ids, num_read, kwargs)
         return self._forward(model_inputs, num_drafted + 1, num_read)
 
     def keep(self, num_committed: Sequence[int]) -> None:
@@ -83,7 +83,7 @@ class Target:
         The last committed token is not in the cache, as in vanilla.
         """
         self.level_cache(self._num_new + num_committed[0])
-        self._model_kwargs = compat.advance(self.model, ModelOutput(), self._model_kwargs, num_committed[0])
+        self._model_kwargs = forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_committed[0])
 
     def level_cache(self, num_new: int) -> None:
         """Bring the cache to the text without its last token, of `num_new` in all; also after an error in mid-round."""
@@ -99,8 +99,8 @@ class Target:
         """
         num_missing = self.num_unread - 1
         if num_missing > 0:
-            kwargs = compat.cut_last(self.model, self._model_kwargs)
-            self._forward(compat.prepare_last(self.model, input_ids[:, :-1], num_missing, kwargs), 1, num_missing)
+            kwargs = forwards.cut_last(self.model, self._model_kwargs)
+            self._forward(forwards.prepare_last(self.model, input_ids[:, :-1], num_missing, kwargs), 1, num_missing)
         return num_missing > 0
 
     def cache_for_user(self) -> Any:
@@ -115,7 +115,7 @@ class Target:
         num_drafted = draft_ids[0].shape[1]
         if not num_drafted:
             return input_ids, self._model_kwargs
-        return input_ids, compat.advance(self.model, ModelOutput(), self._model_kwargs, num_drafted)
+        return input_ids, forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_drafted)
 
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
@@ -130,7 +130,7 @@ class StateTarget(Target):
 
     def __init__(self, prepared: Prepared) -> None:
         super().__init__(prepared, prepared.cache)
-        self._key = compat.state_key(self.model.config) or compat.CACHE_KEY
+        self._key = architectures.state_key(self.model.config) or releases.CACHE_KEY
 
     def prefill(self, input_ids: torch.Tensor) -> Verified:
         """Read the prompt; the state comes with the outputs."""
@@ -143,7 +143,7 @@ class StateTarget(Target):
         """Bring state and inputs to the committed text."""
         self.level_cache(self._num_new + num_committed[0])
         state = self._model_kwargs[self._key]
-        grown = compat.advance(self.model, ModelOutput(), self._model_kwargs, num_committed[0])
+        grown = forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_committed[0])
         self._model_kwargs.update(grown | {self._key: state})
 
     def cache_for_user(self) -> Any:
@@ -171,7 +171,7 @@ class UncachedTarget(Target):
     def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
         """Read the rows' texts and the drafts behind them in one forward."""
         width = draft_ids[0].shape[1] + 1
-        return self._forward(compat.prepare_all(self.model, *self._with_drafts(texts, draft_ids)), width, width)
+        return self._forward(forwards.prepare_all(self.model, *self._with_drafts(texts, draft_ids)), width, width)
 
     def level_cache(self, num_new: int) -> None:
         """Nothing to level."""
@@ -224,8 +224,8 @@ class RaggedTarget(Target):
         rows.checkpoint()
         num_before = rows.num_slots
         mask, position_ids = rows.open(self._lengths)
-        kwargs = compat.with_slots(self.model, self._model_kwargs, mask, position_ids, num_before)
-        model_inputs = compat.prepare_last(self.model, torch.cat(filled), width, kwargs)
+        kwargs = forwards.with_slots(self.model, self._model_kwargs, mask, position_ids, num_before)
+        model_inputs = forwards.prepare_last(self.model, torch.cat(filled), width, kwargs)
         return self._forward(model_inputs, width, width)
 
     def keep(self, num_committed: Sequence[int]) -> None:
@@ -236,7 +236,7 @@ class RaggedTarget(Target):
         """Go on with these rows only."""
         num_rows = len(self._the_rows().positions)
         self._the_rows().select(rows)
-        self._model_kwargs = compat.select_rows(self._model_kwargs, rows, num_rows)
+        self._model_kwargs = forwards.select_rows(self._model_kwargs, rows, num_rows)
 
     def level_cache(self, num_new: int) -> None:
         """Nothing to do: nobody will see this cache."""
@@ -252,5 +252,5 @@ def _other_caches(model_kwargs: dict[str, Any]) -> list[Any]:
     return [
         value
         for name, value in model_kwargs.items()
-        if name not in compat.CACHE_KEYS and (isinstance(value, Cache) or type(value).__name__.endswith("Cache"))
+        if name not in releases.CACHE_KEYS and (isinstance(value, Cache) or type(value).__name__.endswith("Cache"))
     ]

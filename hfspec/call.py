@@ -1,0 +1,132 @@
+"""One `generate()` call on a patched model, and what is kept for that model between its calls.
+
+Knows who asked for what and why a call runs plain; knows nothing of how it is decoded.
+"""
+
+import copy
+import logging
+import os
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hfspec.budget.experience import Experience
+from hfspec.config import Options
+from hfspec.draft.registry import Drafting
+from hfspec.errors import UnsupportedCallError
+from hfspec.host import architectures, forwards
+from hfspec.metrics import Metrics, Stats
+
+logger = logging.getLogger("hfspec")
+
+#: Different reasons that are warned of, for one patched model.
+_MAX_WARNINGS = 50
+
+
+@dataclass
+class PatchState:
+    """What is kept for one patched model between calls: counts, measurements, and which warnings were given."""
+
+    last: Metrics = field(default_factory=Metrics)
+    total: Metrics = field(default_factory=Metrics)
+    warned: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _experience: dict[tuple[int, bool], tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
+
+    def warn_once(self, reason: str, message: str) -> None:
+        """Log `message` about `reason`, unless it was said of this model before, or a great many others were."""
+        if reason not in self.warned and len(self.warned) < _MAX_WARNINGS:
+            self.warned.add(reason)
+            hint = "(Said once; hfspec.stats(model).fallback_reason keeps the reason.)"
+            logger.warning(f"hfspec: {message} {hint}", reason)
+
+    def experience_with(self, given: object, is_lockstep: bool = False) -> Experience:
+        """What is known about the pair with this draft model or source (which need not be hashable).
+
+        Rows in lock-step go on only where all of them accept: that is another experience.
+        """
+        key = (id(given), is_lockstep)
+        found = self._experience.get(key)
+        if found is None or found[0]() is not given:
+            found = self._experience[key] = (
+                weakref.ref(given, lambda _: self._experience.pop(key, None)),
+                Experience(),
+            )
+        return found[1]
+
+    def stats(self) -> Stats:
+        """The counts as they are now."""
+        with self._lock:
+            return Stats(last=self.last, total=copy.deepcopy(self.total))
+
+    def finish(self, metrics: Metrics) -> None:
+        """Take the counts of a call that is over."""
+        with self._lock:
+            self.last = metrics
+            self.total.add(metrics)
+            # A reason may hold sizes or addresses, other ones in every call.
+            self.total.forget_rare_reasons()
+
+
+@dataclass
+class Call:
+    """One `generate()` call on a patched model.
+
+    Attributes:
+        has_host_loop: whether the model's class decodes with the host's own `_sample`.
+        has_own_cache: whether the user passed a cache, which must then be filled as given.
+        was_decoded: whether the host came to one of the decoding loops that hfspec stands in for.
+        encoder_inputs: what the encoder was given, by name: of an encoder-decoder model, or of images and sounds.
+    """
+
+    model: PreTrainedModel
+    options: Options
+    drafting: Drafting
+    state: PatchState
+    has_host_loop: bool = True
+    has_own_cache: bool = False
+    was_decoded: bool = False
+    encoder_inputs: dict[str, Any] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=lambda: Metrics(calls=1))
+
+    @property
+    def plain_reason(self) -> str | None:
+        """Why the call runs plain whatever it asks for: by choice, or by what the model is; or `None`."""
+        wanted = _wanted_plain(self.options)
+        if wanted is not None:
+            return wanted
+        if not self.has_host_loop:
+            return f"{type(self.model).__name__} has a decoding loop of its own"
+        if architectures.num_processes(self.model) > 1 and self.options.budget.policy == "measured":
+            return (
+                "several processes share the model (tensor parallel), and what each would measure may differ; "
+                "a fixed number as draft_budget is the same for all"
+            )
+        return None
+
+    def note_plain(self, reason: str, may_raise: bool = True) -> None:
+        """This call runs plain: count the reason, say it once per model, or raise if told to."""
+        wanted = _wanted_plain(self.options)
+        self.metrics.fallback_reasons[wanted or reason] += 1
+        if wanted is not None:
+            return
+        if may_raise and self.options.on_unsupported == "raise":
+            forwards.forget_prepared_cache(self.model)
+            raise UnsupportedCallError(
+                f"hfspec cannot speed up this call: {reason}. Pass on_unsupported='warn' to run it plain, "
+                "or speculate=False to say that this is wanted."
+            )
+        self.state.warn_once(reason, "this call runs as plain generate(): %s.")
+
+
+def _wanted_plain(options: Options) -> str | None:
+    if os.environ.get("HFSPEC_DISABLE", "0") not in ("", "0"):
+        return "HFSPEC_DISABLE is set"
+    if not options.speculate:
+        return "speculate=False"
+    if options.budget.max_tokens == 0:
+        return "the draft budget is 0"
+    return None
