@@ -9,7 +9,7 @@ To know the code, read `patch`, `decode`, `loop`, `draft/model` and `accept/walk
 
 from hfspec.compare import Verdict, verify
 from hfspec.config import DraftBudget
-from hfspec.draft.base import BatchSession, Context, DraftSession, DraftSource
+from hfspec.draft.base import CallView, Context, DraftSession, DraftSource, Session
 from hfspec.errors import (
     ConfigError,
     DraftError,
@@ -21,12 +21,13 @@ from hfspec.errors import (
 )
 from hfspec.metrics import Metrics, Stats
 from hfspec.patch import patch, patched, stats, unpatch
-from hfspec.rounds import Draft, Outcome, RoundBudget
+from hfspec.rounds import Draft, Outcome, Outcomes, RoundBudget
+from hfspec.texts import Texts
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchSession",
+    "CallView",
     "ConfigError",
     "Context",
     "Draft",
@@ -38,9 +39,12 @@ __all__ = [
     "IncompatibleDraftError",
     "Metrics",
     "Outcome",
+    "Outcomes",
     "PatchError",
     "RoundBudget",
+    "Session",
     "Stats",
+    "Texts",
     "UnknownOptionError",
     "UnsupportedCallError",
     "Verdict",

@@ -9,25 +9,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationConfig
 
 from hfspec import loop
+from hfspec.accept.processing import Processing
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Greedy, Rejection, Rule, Seeded
-from hfspec.accept.walk import Transcript
+from hfspec.accept.vectorised import Vectorised
+from hfspec.accept.walk import Walk
 from hfspec.budget.controller import Controller
 from hfspec.cache.ledger import speculative_cache
 from hfspec.call import Call
-from hfspec.config import Options
+from hfspec.draft.base import CallView
 from hfspec.draft.contexts import contexts_of
 from hfspec.draft.guard import Guard
 from hfspec.host import caches, forwards
 from hfspec.host.prepared import Prepared
-from hfspec.host.verdicts import lockstep_reason, plain_reason
-from hfspec.sampling.noise import RowNoise, SeededNoise
-from hfspec.verification.target import RaggedTarget, StateTarget, Target, UncachedTarget
+from hfspec.host.verdicts import plain_reason
+from hfspec.plan import Plan
+from hfspec.sampling.noise import BatchNoise
+from hfspec.sampling.processors import for_row
+from hfspec.texts import Texts
+from hfspec.verification.ragged import RaggedTarget
+from hfspec.verification.target import StateTarget, Target, UncachedTarget
 
 
 def sample(
@@ -81,46 +86,60 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     has_cache = prepared.uses_cache and not prepared.keeps_own_state
     if has_cache and not call.has_own_cache and caches.is_empty(cache) and not caches.keeps_elsewhere(cache):
         cache = speculative_cache(cache)  # the host has just made that one, for nobody else
-    why = lockstep_reason(prepared, cache) if prepared.num_rows > 1 else None
-    is_lockstep = why is not None
-    has_one_transcript = is_lockstep or prepared.num_rows == 1
-    if why is not None:
-        call.metrics.lockstep_reasons[why] += 1
+    plan = Plan.of(prepared, cache, call.options)
+    if plan.why_in_step is not None:
+        call.metrics.lockstep_reasons[plan.why_in_step] += 1
 
-    noise = SeededNoise()
+    texts = Texts(prepared.input_ids)
+    noise = BatchNoise(prepared.num_rows)
     record = Record(prepared.generation_config, prepared.encoder_outputs)
-    noises = RowNoise.of_batch(noise, prepared.num_rows, runs_ahead=not has_one_transcript)
-    if has_one_transcript:
-        target = _target_in_step(prepared, cache)
-        transcripts = [Transcript(prepared, _rule(call.options, prepared, noise), record)]
-    else:
-        target = RaggedTarget(prepared, cache)
-        transcripts = [
-            Transcript(prepared.for_row(row), _rule(call.options, prepared, draws), record)
-            for row, draws in enumerate(noises)
-        ]
-    contexts = contexts_of(prepared, transcripts[0].rule.name, noises, call.encoder_inputs)
-    source = Guard(call.drafting.source, contexts, on_failure=_failure_counter(call))
+    target = RaggedTarget(prepared, cache) if plan.is_ragged else _target_in_step(prepared, cache)
+    acceptor = _acceptor(plan, prepared, texts, noise, record)
+    contexts = contexts_of(prepared, plan.selection, noise, call.encoder_inputs)
+    source = Guard(call.drafting.source, CallView(contexts, noise), on_failure=_failure_counter(call))
     # Rows in step go on only where all of them accept: what a single row's confidence says is no guide there.
     controller = Controller(
         call.options.budget,
-        call.state.experience_with(call.drafting.given, is_lockstep),
-        reads_confidence=prepared.device.type == "cpu" and not is_lockstep,
+        call.state.experience_with(call.drafting.given, plan.is_in_step),
+        reads_confidence=prepared.device.type == "cpu" and not plan.is_in_step,
         num_rows=prepared.num_rows,
     )
     try:
-        loop.generate(target, source, transcripts, controller, call.metrics, prepared.max_length)
+        loop.generate(target, source, acceptor, texts, controller, call.metrics, plan)
     finally:
         source.stop()
-        target.level_cache(transcripts[0].num_new)
+        target.level_cache(texts.num_new)
         call.metrics.speculative_calls = int(call.metrics.rounds > 0)
     if prepared.streamer is not None:
         prepared.streamer.end()
-    sequences = _joined(transcripts)
+    sequences = texts.whole(plan.pad_id or 0)
     if prepared.returns_states or call.has_own_cache:
         with forwards.decoding(call.model):
             call.metrics.catch_ups += target.catch_up(sequences)
     return record.output(sequences, target.cache_for_user)
+
+
+def _acceptor(plan: Plan, prepared: Prepared, texts: Texts, noise: BatchNoise, record: Record) -> Walk | Vectorised:
+    """The walk, or what settles all states of a round at once and has the walk to fall back on."""
+    rule = _rule(plan, noise)
+    processors = [prepared.processors]
+    if not plan.is_in_step and prepared.num_rows > 1:
+        processors = [for_row(prepared.processors, row, prepared.num_rows) for row in range(prepared.num_rows)]
+    walk = Walk(texts, rule, processors, prepared.criteria, record, plan.is_in_step, plan.pad_id, prepared.streamer)
+    if not plan.is_vectorised:
+        return walk
+    processing = Processing(texts, processors, plan.is_in_step)
+    return Vectorised(
+        walk,
+        texts,
+        rule,
+        processing,
+        prepared.criteria,
+        record,
+        plan.is_in_step,
+        plan.pad_id,
+        prepared.streamer,
+    )
 
 
 def _target_in_step(prepared: Prepared, cache: Any) -> Target:
@@ -154,16 +173,10 @@ def run_plain(
     return result
 
 
-def _rule(options: Options, prepared: Prepared, noise: SeededNoise | RowNoise) -> Rule:
-    if not prepared.generation_config.do_sample:
+def _rule(plan: Plan, noise: BatchNoise) -> Rule:
+    if plan.selection == "greedy":
         return Greedy()
-    return Seeded(noise) if options.acceptance == "seeded" else Rejection()
-
-
-def _joined(transcripts: list[Transcript]) -> torch.Tensor:
-    """The rows' texts `[batch, length]`, those that ended early filled up as vanilla fills them."""
-    longest = max(each.length for each in transcripts)
-    return torch.cat([pad(each.input_ids, (0, longest - each.length), value=each.pad_id or 0) for each in transcripts])
+    return Seeded(noise) if plan.selection == "seeded" else Rejection()
 
 
 def _failure_counter(call: Call) -> Callable[[str], None]:

@@ -1,60 +1,56 @@
 """THE round: draft → verify → accept → commit, one target forward each.
 
-Every name below is one of DESIGN's words. What a call may do differently is decided before, in `decode`.
+What a call may do differently is decided before, in `decode`, and stands in its `Plan`.
 """
 
 import time
-from collections.abc import Iterator, Sequence
 
 import torch
 
-from hfspec.accept.walk import Transcript, walk
+from hfspec.accept.vectorised import Vectorised
+from hfspec.accept.walk import Walk
 from hfspec.budget.controller import Controller
 from hfspec.budget.timing import measured
 from hfspec.draft.guard import Guard
 from hfspec.host import forwards
 from hfspec.metrics import Metrics
-from hfspec.rounds import Draft, Outcome, Round, RoundBudget
-from hfspec.verification.target import RaggedTarget, Target
+from hfspec.plan import Plan
+from hfspec.rounds import Draft, Round, RoundBudget
+from hfspec.texts import Texts
+from hfspec.verification.ragged import RaggedTarget
+from hfspec.verification.target import Target
 
 
 def generate(
     target: Target,
     source: Guard,
-    transcripts: Sequence[Transcript],
+    acceptor: Walk | Vectorised,
+    texts: Texts,
     controller: Controller,
     metrics: Metrics,
-    max_length: int | None,
+    plan: Plan,
 ) -> None:
-    """Write the transcripts to their ends.
-
-    Args:
-        transcripts: one for all rows, or one for each row of a `RaggedTarget`.
-        max_length: length that no draft may reach beyond, if there is one.
-    """
+    """Write the texts to their ends."""
     started = time.perf_counter()
     try:
-        _prefill(target, transcripts, metrics)
+        _prefill(target, acceptor, texts, metrics)
         with forwards.decoding(target.model):
-            at_work = transcripts
-            while at_work := _unfinished(at_work, target, source):
-                _round(target, source, at_work, controller, metrics, max_length)
+            while _goes_on(texts, target, source):
+                _round(target, source, acceptor, texts, controller, metrics, plan)
     finally:
-        metrics.new_tokens += sum(each.num_new * each.num_rows for each in transcripts)
-        metrics.steps += max(0, max(each.num_new for each in transcripts) - 1)
+        num_new = [length - texts.num_prompt for length in texts.all_lengths()]
+        metrics.new_tokens += sum(num_new)
+        metrics.steps += max(0, max(num_new) - 1)
         metrics.total_seconds += time.perf_counter() - started
 
 
-def _prefill(target: Target, transcripts: Sequence[Transcript], metrics: Metrics) -> None:
+def _prefill(target: Target, acceptor: Walk | Vectorised, texts: Texts, metrics: Metrics) -> None:
     """Read the prompt and commit the first token: before any drafting, as soon as in vanilla."""
     started = time.perf_counter()
-    prompts = torch.cat([each.input_ids for each in transcripts])
-    with measured(prompts.device) as prefill:
-        verified = target.prefill(prompts)
+    with measured(texts.device) as prefill:
+        verified = target.prefill(texts.together())
     with forwards.decoding(target.model):
-        for transcript, rows in _with_rows(transcripts):
-            transcript.record.add_states(verified, 0)
-            transcript.append(verified.logits[rows, 0])
+        acceptor.begin(verified)
     metrics.prefills += 1
     metrics.prefill_seconds += prefill.seconds
     metrics.ttft_seconds += time.perf_counter() - started
@@ -63,88 +59,92 @@ def _prefill(target: Target, transcripts: Sequence[Transcript], metrics: Metrics
 def _round(
     target: Target,
     source: Guard,
-    transcripts: Sequence[Transcript],
+    acceptor: Walk | Vectorised,
+    texts: Texts,
     controller: Controller,
     metrics: Metrics,
-    max_length: int | None,
+    plan: Plan,
 ) -> None:
     """Draft, verify, accept, commit."""
-    texts = [each.input_ids[row : row + 1] for each in transcripts for row in range(each.num_rows)]
-    device = texts[0].device
     started = time.perf_counter()
+    at_work = [row for row, has_ended in enumerate(texts.has_ended) if not has_ended or plan.pad_id is None]
 
-    budget = _budget(target, texts, controller, max_length)
-    with measured(device) as draft_time:
-        drafts = source.propose(texts, budget)
-    drafts = _trimmed(drafts, transcripts, max_length)
-    with measured(device) as verify_time:
-        verified = target.verify(texts, [draft.token_ids for draft in drafts])
-    outcomes: list[Outcome] = []
-    for transcript, rows in _with_rows(transcripts):
-        outcome = walk(transcript, drafts[rows], verified.of_rows(rows))
-        outcomes += [outcome] * transcript.num_rows
-    target.keep([outcome.num_committed for outcome in outcomes])
-    if budget.num_tokens:
-        source.observe(outcomes)
+    budget = _budget(target, texts, controller, plan)
+    with measured(texts.device) as draft_time:
+        draft = source.propose(texts, budget)
+    draft = _verifiable(draft, texts, plan)
+    with measured(texts.device) as verify_time:
+        verified = target.verify(texts, draft)
+    outcomes = acceptor.settle(draft, verified)
+    target.keep(outcomes)
+    source.read(texts, outcomes)
 
-    seconds = (draft_time.seconds, verify_time.seconds, time.perf_counter() - started)
-    round_ = Round(drafts, outcomes, len(transcripts) < len(texts), verified.num_read, *seconds)
+    round_ = Round(
+        draft,
+        outcomes,
+        verified.num_read,
+        draft_time.seconds,
+        verify_time.seconds,
+        time.perf_counter() - started,
+        plan.is_in_step,
+        at_work,
+        source.caught_up,
+        max(draft.lengths[row] for row in at_work),
+    )
     metrics.count_round(round_, budget.why_plain)
     controller.observe(round_)
 
 
-def _budget(
-    target: Target, texts: Sequence[torch.Tensor], controller: Controller, max_length: int | None
-) -> RoundBudget:
+def _budget(target: Target, texts: Texts, controller: Controller, plan: Plan) -> RoundBudget:
     """What the round may draft: nothing where nothing can be verified."""
     if target.problem is not None:
         return RoundBudget(0, why_plain=target.problem)
-    return controller.next_round([text.shape[1] for text in texts], max_length, target.num_unread)
+    budget = controller.next_round(texts.lengths, plan.max_length, target.num_unread)
+    budget.allows_trees = plan.why_chains is None
+    return budget
 
 
-def _unfinished(transcripts: Sequence[Transcript], target: Target, source: Guard) -> Sequence[Transcript]:
-    """Those that go on; rows that have ended by themselves leave target and draft."""
-    rows = [row for row, each in enumerate(transcripts) if not each.is_finished]
-    if isinstance(target, RaggedTarget) and 0 < len(rows) < len(transcripts):
+def _goes_on(texts: Texts, target: Target, source: Guard) -> bool:
+    """Whether some row goes on; rows that have ended by themselves leave target and draft."""
+    rows = [row for row, has_ended in enumerate(texts.has_ended) if not has_ended]
+    if isinstance(target, RaggedTarget) and 0 < len(rows) < len(texts.rows):
         target.select(rows)
         source.select(rows)
-    return [transcripts[row] for row in rows]
+        texts.select(rows)
+    return bool(rows)
 
 
-def _trimmed(drafts: list[Draft], transcripts: Sequence[Transcript], max_length: int | None) -> list[Draft]:
-    """No draft beyond a text's last token; rows in step get drafts of one length, or the padding that is due."""
-    trimmed: list[Draft] = []
-    for transcript, rows in _with_rows(transcripts):
-        lengths = [
-            _verifiable(transcript.input_ids[row], draft, transcript.last_draft_id)
-            for row, draft in enumerate(drafts[rows])
-            if not transcript.is_padded(row)
-        ]
-        most = min(lengths, default=0)
-        if max_length is not None:
-            most = max(0, min(most, max_length - transcript.length - 1))
-        for row, draft in enumerate(drafts[rows]):
-            trimmed.append(_padding(draft, transcript.pad_id, most) if transcript.is_padded(row) else draft.cut(most))
-    return trimmed
+def _verifiable(draft: Draft, texts: Texts, plan: Plan) -> Draft:
+    """No draft beyond a text's last token; chains where trees cannot be verified; rows in step alike."""
+    if not draft.num_tokens:
+        return draft
+    limits = [draft.num_tokens] * draft.num_rows
+    if plan.max_length is not None:
+        limits = [max(0, plan.max_length - length - 1) for length in texts.lengths]
+    if draft.parents is not None and (plan.why_chains is not None or min(limits) < draft.num_tokens):
+        draft = draft.first_paths()
+    if plan.last_draft_id is not None:
+        limits = [min(pair) for pair in zip(limits, _before(plan.last_draft_id, draft, texts), strict=True)]
+    if plan.is_in_step:
+        return _in_step(draft, limits, texts, plan.pad_id)
+    return draft.cut(limits)
 
 
-def _verifiable(text: torch.Tensor, draft: Draft, last_id: int | None) -> int:
-    """How many tokens of a draft behind a `text` can be verified in one forward: those up to the first `last_id`."""
-    if last_id is None:
-        return draft.num_tokens
-    ids: list[int] = [int(text[-1]), *draft.token_ids[0].tolist()]
-    return ids.index(last_id) if last_id in ids else draft.num_tokens
+def _in_step(draft: Draft, limits: list[int], texts: Texts, pad_id: int | None) -> Draft:
+    """Drafts of one length; rows that have ended get the padding that is due."""
+    padded = [row for row, has_ended in enumerate(texts.has_ended) if has_ended and pad_id is not None]
+    others = [row for row in range(draft.num_rows) if row not in padded]
+    most = min(min(draft.lengths[row], limits[row]) for row in others)
+    token_ids = draft.token_ids[:, :most].clone()
+    if pad_id is not None:
+        for row in padded:
+            token_ids[row] = pad_id
+    probs = None if draft.probs is None else draft.probs[:, :most]
+    confidences = draft.confidences[:, :most] if isinstance(draft.confidences, torch.Tensor) else None
+    return Draft(token_ids, probs=probs, confidences=confidences)
 
 
-def _padding(like: Draft, pad_id: int | None, num_tokens: int) -> Draft:
-    """What surely comes after the end of a row."""
-    ids = torch.full((1, num_tokens), pad_id or 0, dtype=torch.long, device=like.token_ids.device)
-    return Draft(ids, is_padding=True)
-
-
-def _with_rows(transcripts: Sequence[Transcript]) -> Iterator[tuple[Transcript, slice]]:
-    """Each transcript with its rows, as they lie in the batch at work."""
-    start = 0
-    for transcript in transcripts:
-        yield transcript, slice(start, start + transcript.num_rows)
-        start += transcript.num_rows
+def _before(last_id: int, draft: Draft, texts: Texts) -> list[int]:
+    """How many tokens of each row's draft can be verified in one forward: those up to the first `last_id`."""
+    ids = torch.cat([texts.last([1] * draft.num_rows), draft.token_ids], dim=1).tolist()
+    return [row.index(last_id) if last_id in row else draft.num_tokens for row in ids]

@@ -91,18 +91,17 @@ class Metrics:
             self.plain_seconds += round_.verify_seconds
             return
         self.rounds += 1
-        self.row_rounds += sum(not draft.is_padding for draft in round_.drafts)
+        self.row_rounds += len(round_.at_work)
         self.verify_seconds += round_.verify_seconds
         if round_.caught_up:
             self.draft_prefill_seconds += round_.draft_seconds
         else:
             self.draft_seconds += round_.draft_seconds
             self.timed_draft_tokens += round_.num_drafted
-        for draft, outcome in zip(round_.drafts, round_.outcomes, strict=True):
-            if draft.is_padding:
-                continue
+        for row in round_.at_work:
+            outcome = round_.outcomes[row]
             self.committed_tokens += outcome.num_committed
-            self.drafted_tokens += draft.num_tokens
+            self.drafted_tokens += round_.draft.lengths[row]
             self.accepted_tokens += outcome.num_accepted
         self.rejected_rounds += any(each.num_accepted < each.num_judged for each in round_.outcomes)
         for _, outcome in round_.verdicts:

@@ -1,10 +1,11 @@
-"""The nouns that pass between the parts of a round: budget, draft, verified logits, outcome.
+"""The nouns that pass between the parts of a round, each for all rows: budget, draft, verified logits, outcomes.
 
 Knows no part that makes or uses them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ class RoundBudget:
     """What one round may draft.
 
     Attributes:
-        num_tokens: the most draft tokens a row; 0 asks for a plain round.
+        num_tokens: the most draft tokens a row (nodes, of a tree); 0 asks for a plain round.
         reads_confidence: whether `allows_another` wants to be asked after each token. That needs the
             confidence on the host, so it is false where reading it would stall a device.
         why_plain: why the round is to be a plain one.
+        allows_trees: whether a node may have several children; where not, a tree is cut to its first path.
     """
 
     num_tokens: int
     reads_confidence: bool = False
     why_plain: str = ""
+    allows_trees: bool = False
 
     def allows_another(self, *confidences: float) -> bool:
         """Say that a token was drafted with this confidence, one a row; ask whether to draft one more."""
@@ -33,50 +36,145 @@ class RoundBudget:
 
 @dataclass(frozen=True)
 class Draft:
-    """The tokens proposed for one row in one round: a chain, each following the one before.
+    """What is proposed in one round, for all rows at work: a chain each, or a tree.
+
+    `Draft(torch.tensor([[5, 7]]))` proposes 5 and behind it 7, in a batch of one row.
 
     Attributes:
-        token_ids: `[1, num_tokens]`, int64, on the target's device.
-        probs: `[num_tokens, vocab]`, the distribution each token was really drawn from; `None` if they were chosen,
-            not drawn (argmax, lookup), which counts as a distribution with all its weight on the token.
-        confidences: for each token, how sure the source is, 0 … 1, in any scale of its own; may be empty.
-        caught_up: tokens the source had to read first, beyond the one or two that a round leaves unread.
-        is_padding: whether no source proposed it: what surely comes after the end of a row.
+        token_ids: `[rows, nodes]`, int64, on the target's device; -1 where a row has no such node. Nodes that are
+            missing are a row's last.
+        parents: `[rows, nodes]`, int64: the node that each follows, -1 the root (the last committed token), always
+            below the node's own index. `None`: chains, each node following the one before.
+        probs: `[rows, nodes, vocab]`, the distribution each token was really drawn from; for children of one node,
+            drawn without replacement, the one that was left by those before. `None` if they were chosen, not drawn
+            (argmax, lookup), which counts as a distribution with all its weight on the token.
+        confidences: `[rows, nodes]`, how sure the source is of each token, 0 … 1, in any scale of its own, or `None`.
+            For a single row a tuple of numbers will do.
+        lengths: how many nodes each row has; all of them, if not said.
     """
 
     token_ids: torch.Tensor
+    parents: torch.Tensor | None = None
     probs: torch.Tensor | None = None
-    confidences: tuple[float, ...] = ()
-    caught_up: int = 0
-    is_padding: bool = False
+    confidences: torch.Tensor | Sequence[float] | None = None
+    lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.confidences, list | tuple):
+            given = torch.tensor([self.confidences], dtype=torch.float32) if self.confidences else None
+            object.__setattr__(self, "confidences", given)
+        if not self.lengths and isinstance(self.token_ids, torch.Tensor) and self.token_ids.dim() == 2:
+            object.__setattr__(self, "lengths", (self.token_ids.shape[1],) * self.token_ids.shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows at work."""
+        return self.token_ids.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are proposed."""
+        """The most nodes that a row has."""
         return self.token_ids.shape[1]
 
-    def cut(self, num_tokens: int) -> "Draft":
-        """The same without what comes after the first `num_tokens`."""
-        if num_tokens >= self.num_tokens:
+    def cut(self, lengths: Sequence[int]) -> "Draft":
+        """The same without what comes behind the first `lengths[i]` nodes of row `i`."""
+        lengths = tuple(min(pair) for pair in zip(self.lengths, lengths, strict=True))
+        if lengths == self.lengths:
             return self
-        probs = None if self.probs is None else self.probs[:num_tokens]
-        return replace(
-            self, token_ids=self.token_ids[:, :num_tokens], probs=probs, confidences=self.confidences[:num_tokens]
-        )
+        most = max(lengths)
+        token_ids = self.token_ids[:, :most]
+        if min(lengths) < most:
+            token_ids = token_ids.clone()
+            for row, length in enumerate(lengths):
+                token_ids[row, length:] = -1
+
+        def first(values: Any) -> Any:
+            return None if values is None else values[:, :most]
+
+        return Draft(token_ids, first(self.parents), first(self.probs), first(self.confidences), lengths)
+
+    def first_paths(self) -> "Draft":
+        """Chains: of each row's tree the path of first children. Looks at the shape on the host."""
+        if self.parents is None:
+            return self
+        shapes = zip(self.parents.tolist(), self.lengths, strict=True)
+        paths = [_first_path(parents[:length]) for parents, length in shapes]
+        most = max(map(len, paths))
+        order = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=self.token_ids.device)
+
+        def along(values: Any) -> Any:
+            if values is None:
+                return None
+            index = order.view(*order.shape, *(1,) * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
+            return values.gather(1, index.to(values.device))
+
+        whole = (most,) * len(paths)
+        chains = Draft(along(self.token_ids), None, along(self.probs), along(self.confidences), whole)
+        return chains.cut([len(path) for path in paths])
+
+    def of_row(self, row: int) -> "Draft":
+        """One row's."""
+
+        def mine(values: Any) -> Any:
+            return None if values is None else values[row : row + 1]
+
+        shares = (self.token_ids, self.parents, self.probs, self.confidences)
+        token_ids, parents, probs, confidences = map(mine, shares)
+        return Draft(token_ids, parents, probs, confidences, (self.lengths[row],))
+
+    @cached_property
+    def tree(self) -> "Tree | None":
+        """Who descends from whom; `None` for chains."""
+        return None if self.parents is None else Tree.of(self.parents)
 
     @classmethod
-    def empty(cls, device: torch.device) -> "Draft":
+    def empty(cls, num_rows: int, device: torch.device) -> "Draft":
         """A draft of no tokens: a plain round."""
-        return cls(torch.empty(1, 0, dtype=torch.long, device=device))
+        return cls(torch.empty(num_rows, 0, dtype=torch.long, device=device))
+
+
+def _first_path(parents: list[int]) -> list[int]:
+    path: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (path[-1] if path else -1):
+            path.append(node)
+    return path
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a draft, over *states*: 0 is the root, `1 + n` is node `n`.
+
+    Attributes:
+        parents: `[rows, states]`, the state before each; the root's is itself.
+        ancestors: `[rows, states, states]` bool: state `i` has `j` on its path from the root, itself included.
+        depths: `[rows, states]`, 0 for the root.
+    """
+
+    parents: torch.Tensor
+    ancestors: torch.Tensor
+    depths: torch.Tensor
+
+    @classmethod
+    def of(cls, parents: torch.Tensor) -> "Tree":
+        """Work it out from a draft's `parents` `[rows, nodes]`, without waiting for the device."""
+        states = torch.nn.functional.pad(parents + 1, (1, 0))
+        num_states = states.shape[1]
+        reach = torch.eye(num_states, device=parents.device).expand(len(states), -1, -1).clone()
+        reach.scatter_(2, states[:, :, None], 1.0)
+        for _ in range((num_states - 1).bit_length()):  # each step doubles how far up it sees
+            reach = (reach @ reach).clamp_(max=1.0)
+        ancestors = reach > 0
+        return cls(states, ancestors, ancestors.sum(dim=-1) - 1)
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A target forward over the root (the last committed token) of each row and the draft tokens after it.
+    """A target forward over the root (the last committed token) of each row and the draft behind it.
 
     Attributes:
-        logits: `[rows, 1 + num_drafted, vocab]`; those at index i choose the token after i draft tokens.
-        outputs: the model's outputs; their last `1 + num_drafted` tokens are these.
+        logits: `[rows, 1 + nodes, vocab]`; those of state `i` choose the token after the root (0) or node `i - 1`.
+        outputs: the model's outputs; their last `1 + nodes` tokens are these.
         num_read: tokens a row that went into the forward.
         is_prompt: whether it was the prompt's forward, whose states vanilla reports whole.
     """
@@ -86,20 +184,22 @@ class Verified:
     num_read: int
     is_prompt: bool = False
 
-    def of_rows(self, rows: slice) -> "Verified":
-        """The same for some of the rows; the outputs stay whole."""
-        return replace(self, logits=self.logits[rows])
+    #: Whether the logits must be asked for state by state, as they are made (see `verification.proving`).
+    is_stepwise = False
+
+    def logits_at(self, state: int) -> torch.Tensor:
+        """Logits `[rows, vocab]` of one state."""
+        return self.logits[:, state]
 
     def hidden_states_at(self, index: int, kind: str = "hidden_states") -> Any:
         """Per layer `[…, 1, hidden]`, as from a forward over that token alone."""
         if self.is_prompt:
             return self.outputs[kind]
         at = self._from_the_end(index)
-        # Copies, as a slice would keep the states of the whole draft alive.
-        return tuple(_copy(layer[..., layer.shape[-2] - at, :].unsqueeze(-2)) for layer in self.outputs[kind])
+        return tuple(_copy(layer[:, layer.shape[1] - at][:, None]) for layer in self.outputs[kind])
 
     def attentions_at(self, index: int, kind: str = "attentions") -> Any:
-        """Per layer `[rows, heads, 1, length]`, without the columns of later draft tokens, whose weight is 0."""
+        """Per layer `[rows, heads, 1, slots]`, as from a forward over that token alone: later slots are not there."""
         if self.is_prompt:
             return self.outputs[kind]
         at = self._from_the_end(index)
@@ -121,11 +221,74 @@ def _copy(states: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict on a draft: the first `num_judged` tokens were compared, the first `num_accepted` accepted."""
+    """The verdict on one row's draft, on the host.
+
+    Attributes:
+        num_judged: draft tokens that were compared along the path: those accepted and, if any, the one rejected.
+        path: the accepted nodes, from the root on; of a chain 0, 1, 2, …
+        token_ids: the committed tokens: the path's, then the target's own (none where an accepted token ended the
+            text).
+        has_ended: whether the text is over.
+    """
 
     num_judged: int
-    num_accepted: int
-    num_committed: int
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    has_ended: bool = False
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that were taken over."""
+        return len(self.path)
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens that the text has grown by."""
+        return len(self.token_ids)
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether the accepted nodes are the draft's first, so that their slots are where they belong."""
+        return self.path == tuple(range(len(self.path)))
+
+
+@dataclass(frozen=True)
+class Outcomes(Sequence[Outcome]):
+    """The verdicts on all rows at work.
+
+    Attributes:
+        rows: one each.
+        on_device: `[rows]`, how many tokens each has committed, on the target's device for who must not wait for it.
+    """
+
+    rows: tuple[Outcome, ...]
+    on_device: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.rows[row]
+
+    @cached_property
+    def num_committed(self) -> list[int]:
+        """Tokens that each text has grown by."""
+        return [outcome.num_committed for outcome in self.rows]
+
+    def cut(self, num_tokens: int) -> "Outcomes":
+        """The same after the first tokens only."""
+        return Outcomes(
+            tuple(
+                Outcome(min(each.num_judged, num_tokens), each.path[:num_tokens], each.token_ids[:num_tokens])
+                for each in self.rows
+            )
+        )
+
+    def num_committed_on(self, device: torch.device) -> torch.Tensor:
+        """The same, `[rows]`, on a device."""
+        if self.on_device is None:
+            return torch.tensor(self.num_committed, device=device)
+        return self.on_device.to(device)
 
 
 @dataclass(frozen=True)
@@ -133,47 +296,45 @@ class Round:
     """What happened in one round.
 
     Attributes:
-        drafts: one for each row at work.
-        outcomes: one for each row at work; rows in lock-step have the same.
-        is_lockstep: whether the rows were judged as one.
+        draft: what was proposed.
+        outcomes: one for each row at work; rows in step have committed as many each.
+        is_in_step: whether the rows were judged as one.
+        at_work: the rows that had not ended before; of rows in step the others get padding.
         num_read: tokens a row that went through the target.
+        caught_up: tokens a row that the source had to read first, beyond the one or two that a round leaves unread.
         draft_seconds, verify_seconds, seconds: drafting, the target's forward, the whole round.
     """
 
-    drafts: Sequence[Draft]
+    draft: Draft
     outcomes: Sequence[Outcome]
-    is_lockstep: bool
     num_read: int
     draft_seconds: float
     verify_seconds: float
     seconds: float
+    is_in_step: bool = False
+    at_work: Sequence[int] = field(default_factory=tuple)
+    caught_up: int = 0
+    #: Draft tokens of the row that has most.
+    num_drafted: int = 0
 
     @property
     def num_rows(self) -> int:
-        """Rows at work."""
-        return len(self.drafts)
+        """Rows in the forwards."""
+        return self.draft.num_rows
 
     @property
-    def num_drafted(self) -> int:
-        """Draft tokens of the row that has most."""
-        return max(draft.num_tokens for draft in self.drafts)
-
-    @property
-    def caught_up(self) -> int:
-        """Tokens that the source had to read first."""
-        return max(draft.caught_up for draft in self.drafts)
-
-    @property
-    def verdicts(self) -> list[tuple[Draft, Outcome]]:
-        """Drafts with what was judged of them, without padding; rows in lock-step count as one."""
-        pairs = [
-            (draft, outcome)
-            for draft, outcome in zip(self.drafts, self.outcomes, strict=True)
-            if draft.num_tokens and not draft.is_padding
+    def verdicts(self) -> list[tuple[tuple[float, ...], Outcome]]:
+        """Confidences of a row's draft with what was judged of it; rows in step count as one."""
+        confidences = self.draft.confidences
+        has_confidences = isinstance(confidences, torch.Tensor)
+        found = [
+            (tuple(confidences[row].tolist()) if has_confidences else (), self.outcomes[row])  # type: ignore[index,union-attr]
+            for row in self.at_work
+            if self.draft.lengths[row]
         ]
-        return pairs[:1] if self.is_lockstep else pairs
+        return found[:1] if self.is_in_step else found
 
     @property
     def tokens_per_row(self) -> float:
         """Committed tokens, on average of the rows."""
-        return sum(outcome.num_committed for outcome in self.outcomes) / self.num_rows
+        return sum(outcome.num_committed for outcome in self.outcomes) / len(self.outcomes)

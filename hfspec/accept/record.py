@@ -39,6 +39,16 @@ class Record:
         self.scores = self._begun(generation_config.output_scores)
         self._logits = self._begun(generation_config.output_logits)
 
+    @property
+    def wants_scores(self) -> bool:
+        """Whether scores or raw logits are asked for."""
+        return self.scores is not None or self._logits is not None
+
+    @property
+    def wants_any(self) -> bool:
+        """Whether anything but the tokens is asked for."""
+        return self.wants_scores or any(states is not None for states in self._states.values())
+
     def add_scores(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Take one token's processed scores and raw logits, `[rows, vocab]` each."""
         if self.scores is not None:

@@ -152,14 +152,14 @@ class Controller:
             return
         batch.rounds_since_plain += 1
         if self._asked_confidence:
-            self._experience.gives_confidence = any(draft.confidences for draft in round_.drafts)
+            self._experience.gives_confidence = round_.draft.confidences is not None
         self._has_read_prompt, reading = True, 0.0
         if round_.caught_up > _MOST_UNREAD:
             reading = costs.add_reading(round_.caught_up * round_.num_rows, num_drafted, draft_seconds)
         else:
             costs.add_draft(num_drafted, draft_seconds)
-        for draft, outcome in round_.verdicts:
-            self._experience.acceptance.add(draft.confidences, outcome.num_judged, outcome.num_accepted)
+        for confidences, outcome in round_.verdicts:
+            self._experience.acceptance.add(confidences, outcome.num_judged, outcome.num_accepted)
         num_committed = round_.tokens_per_row
         if self._budget.policy == "ratio":
             self._adapt_ratio((num_committed - 1) / num_drafted)

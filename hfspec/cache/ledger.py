@@ -85,6 +85,12 @@ class SpeculativeLayer(DynamicLayer):
             self._value_buffer = self._value_buffer.index_select(0, rows)
             self._set_length(self.length)
 
+    def move(self, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> None:
+        """Copy what row `rows[i]` has in slot `sources[i]` into its slot `places[i]`; `[n]` each."""
+        rows, sources, places = (each.to(self._key_buffer.device) for each in (rows, sources, places))
+        for buffer in (self._key_buffer, self._value_buffer):
+            buffer[rows, :, places - self.start] = buffer[rows, :, sources - self.start]
+
     def arrange(self, slots: torch.Tensor) -> None:
         """Let slot `j` of row `i` hold what was in its slot `slots[i, j]`; `[batch, new length]`."""
         if not self.is_initialized:
@@ -183,6 +189,11 @@ class SpeculativeCache(DynamicCache):
         """Keep only these rows of the batch."""
         for layer in self.layers:
             layer.select_rows(rows)
+
+    def move(self, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> None:
+        """Copy what row `rows[i]` has in slot `sources[i]` into its slot `places[i]`; `[n]` each."""
+        for layer in self.layers:
+            layer.move(rows, sources, places)
 
     def arrange(self, slots: torch.Tensor) -> None:
         """Let slot `j` of row `i` hold what was in its slot `slots[i, j]`; `[batch, new length]`."""

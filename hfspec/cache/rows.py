@@ -1,9 +1,11 @@
-"""`Rows`: one cache for rows that are read at different paces (DESIGN §5).
+"""`Rows`: one cache for rows that are read at different paces.
 
 A forward writes the same slots for every row. Where a row keeps fewer of them than another, it has *holes*: slots
 that its mask hides, as left padding is hidden, while its tokens' positions go on without a gap. For models that
 count slots (windows, ALiBi), and now and then for all, the rows are packed: each row's tokens end to end, at the
-right. Masks stay two-dimensional, which every model and every attention implementation takes.
+right. Masks stay two-dimensional, which every model and every attention implementation takes; trees alone need more.
+
+Counts are known twice: on the host, which decides by them, and on the device, which is not waited for.
 """
 
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ import torch
 
 from hfspec.cache.ledger import SpeculativeCache
 from hfspec.cache.rollback import Rollback
+from hfspec.rounds import Draft, Outcomes
 
 #: Holes that may add up before rows are packed: an eighth of the slots, and at least this many.
 _BEARABLE_SHARE, _BEARABLE_HOLES = 8, 32
@@ -47,58 +50,125 @@ class Rows:
         self._num_tokens = [num_slots] * len(self.positions) if mask is None else mask.sum(dim=-1).tolist()
         self._counts_slots = counts_slots
         self._has_inner_holes = False
+        self._hidden: torch.Tensor | None = None
+        # The positions on the device; `None` where all rows have one.
+        self._next: torch.Tensor | None = None if self._are_even else torch.tensor(self.positions, device=device)
 
     @property
     def num_slots(self) -> int:
         """Slots written in every row."""
         return self._rollback.num_read
 
-    def open(self, lengths: Sequence[int], to_the_right: bool = False) -> tuple[torch.Tensor | None, torch.Tensor]:
+    @property
+    def _are_even(self) -> bool:
+        return len(set(self.positions)) == 1
+
+    def missing(self, lengths: torch.Tensor, num_hidden: Sequence[int]) -> torch.Tensor:
+        """How many of each row's ids are unread, `[batch]`: of `lengths` `[batch]`, so many of which are never read."""
+        if self._hidden is None:
+            self._hidden = torch.tensor(num_hidden, device=self._device)
+        return lengths - self._hidden - self._device_positions()
+
+    def open(
+        self, lengths: Sequence[int], to_the_right: bool = False, counts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Prepare a forward in which row `i` reads `lengths[i]` tokens, filled up to the longest.
 
         Args:
             to_the_right: whether the tokens stand at the right end, the filling before them, as a prompt's do.
                 That parts them from what was read before, so it is for the first forward only.
+            counts: `lengths` on the device, `[batch]`, where somebody has them there.
 
         Returns:
             The mask `[batch, slots + width]` (`None`: nothing to hide) and the position ids `[batch, width]`.
         """
-        width = max(lengths)
-        if self._mask is None and len({*zip(self.positions, lengths, strict=True)}) == 1:
-            return None, self._open_evenly(width)
+        width, num_rows = max(lengths), len(lengths)
+        is_full = min(lengths) == width
+        if not is_full and counts is None:
+            counts = torch.tensor(lengths, device=self._device)
         columns = torch.arange(width, device=self._device)
-        counts = torch.tensor(lengths, device=self._device)[:, None]
-        first = width - counts if to_the_right else torch.zeros_like(counts)
-        steps = (columns - first).clamp(min=0).minimum(counts - 1)
-        position_ids = torch.tensor(self.positions, device=self._device)[:, None] + steps
-
-        if self._mask is not None or min(lengths) < width:
-            self._has_inner_holes |= min(lengths) < width and not to_the_right
+        steps = columns.expand(num_rows, -1)
+        if counts is not None and not is_full:
+            counts = counts[:, None]
+            first = width - counts if to_the_right else torch.zeros_like(counts)
             new = (columns >= first) & (columns < first + counts)
+            self._has_inner_holes |= not to_the_right
             self._mask = torch.cat([self._full_mask(), new.long()], dim=-1)
+            steps = (columns - first).clamp(min=0).minimum(counts - 1)
+        elif self._mask is not None:
+            self._mask = torch.nn.functional.pad(self._mask, (0, width), value=1)
+        position_ids = steps + (self.positions[0] if self._next is None else self._next[:, None])
+        self._move_on(lengths, None if is_full else counts)
         self._rollback.num_read += width
-        self.positions = [position + length for position, length in zip(self.positions, lengths, strict=True)]
-        self._num_tokens = [before + length for before, length in zip(self._num_tokens, lengths, strict=True)]
         return self._mask, position_ids
 
-    def _open_evenly(self, width: int) -> torch.Tensor:
-        """Where all rows are alike there is nothing to hide, and the position ids are known without the device."""
-        start = self.positions[0]
-        num_rows = len(self.positions)
+    def open_tree(self, draft: Draft) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Prepare a forward over the root and the nodes of a tree, which see the text and what is on their path.
+
+        Slots are written for all of them; `close` keeps those of the path.
+
+        Returns:
+            For full and for windowed layers, where the cache has such, which slots are seen,
+            `[batch, 1, states, slots]` bool; and the position ids `[batch, states]`.
+        """
+        tree, num_rows, width = draft.tree, draft.num_rows, draft.num_tokens + 1
+        if tree is None:
+            raise ValueError("chains need no tree's mask")
+        before = self._full_mask().bool()
+        position_ids = tree.depths + (self.positions[0] if self._next is None else self._next[:, None])
+        sees = torch.cat([before[:, None].expand(-1, width, -1), tree.ancestors], dim=-1)
+        seen: dict[str, torch.Tensor] = {}
+        for layer in self._cache.layers:
+            kind = "sliding_attention" if layer.is_sliding else "full_attention"
+            if kind in seen:
+                continue
+            first = layer.first_visible(self.num_slots)
+            visible = sees[..., first:]
+            if layer.is_sliding:  # rows of such models are packed: slots are as far apart as positions
+                back = self.num_slots - torch.arange(first, self.num_slots, device=self._device)
+                depths = tree.depths[..., None]
+                back = torch.cat([back.expand(num_rows, width, -1) + depths, depths - tree.depths[:, None]], dim=-1)
+                visible = visible & (back < layer.sliding_window)
+            seen[kind] = visible[:, None]
+        self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, width), value=1)
+        self._move_on([width] * num_rows, None)
         self._rollback.num_read += width
-        self.positions = [start + width] * num_rows
-        self._num_tokens = [before + width for before in self._num_tokens]
-        return torch.arange(start, start + width, device=self._device).expand(num_rows, -1)
+        return seen, position_ids
 
-    def close(self, lengths: Sequence[int], kept: Sequence[int]) -> None:
-        """After a forward over `lengths[i]` tokens of row `i`, filled up at the right: keep the first `kept[i]`."""
+    def close(
+        self,
+        lengths: Sequence[int],
+        kept: Sequence[int],
+        counts: torch.Tensor | None = None,
+        kept_counts: torch.Tensor | None = None,
+    ) -> None:
+        """After a forward over `lengths[i]` tokens of row `i`, filled up at the right: keep the first `kept[i]`.
+
+        Args:
+            counts, kept_counts: the same on the device, `[batch]`, where somebody has them there.
+        """
         width = max(lengths)
+        slots = [width - each for each in kept]
         rejected = [length - each for length, each in zip(lengths, kept, strict=True)]
-        self._forget([width - each for each in kept], rejected)
+        if kept_counts is None:
+            self._forget(slots, rejected)
+        else:
+            self._forget(slots, rejected, width - kept_counts, (width if counts is None else counts) - kept_counts)
 
-    def forget(self, counts: Sequence[int]) -> None:
-        """Let row `i` forget its last `counts[i]` tokens, which are in its last slots."""
-        self._forget(counts, counts)
+    def close_round(self, lengths: Sequence[int], outcomes: Outcomes, counts: torch.Tensor | None = None) -> None:
+        """The same after the root and a draft: keep what was committed, a tree's path behind its root."""
+        self._gather_paths(max(lengths), outcomes)
+        kept = outcomes.num_committed
+        is_even = len(set(kept)) == 1 and len(set(lengths)) == 1
+        self.close(lengths, kept, counts, None if is_even else outcomes.num_committed_on(self._device))
+
+    def forget(self, counts: Sequence[int], on_device: torch.Tensor | None = None) -> None:
+        """Let row `i` forget its last `counts[i]` tokens, which are in its last slots.
+
+        Args:
+            on_device: `counts` on the device, `[batch]`, where somebody has them there.
+        """
+        self._forget(counts, counts, on_device, on_device)
 
     def checkpoint(self) -> None:
         """Everything read so far is committed."""
@@ -110,25 +180,64 @@ class Rows:
         self._num_tokens = [self._num_tokens[row] for row in rows]
         indices = torch.tensor(rows, device=self._device)
         self._cache.select_rows(indices)
+        self._next = None if self._next is None or self._are_even else self._next[indices]
+        self._hidden = None
         if self._mask is not None:
             self._mask = self._mask.index_select(0, indices)
 
-    def _forget(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+    def _move_on(self, lengths: Sequence[int], counts: torch.Tensor | None) -> None:
+        """Say that row `i` has read `lengths[i]` tokens; `counts` `[batch, 1]` are the same on the device."""
+        moved = self._device_positions() + (max(lengths) if counts is None else counts[:, 0])
+        self.positions = [position + length for position, length in zip(self.positions, lengths, strict=True)]
+        self._num_tokens = [before + length for before, length in zip(self._num_tokens, lengths, strict=True)]
+        self._next = None if self._are_even else moved
+
+    def _device_positions(self) -> torch.Tensor:
+        if self._next is not None:
+            return self._next
+        return torch.full((len(self.positions),), self.positions[0], device=self._device)
+
+    def _gather_paths(self, width: int, outcomes: Outcomes) -> None:
+        """Move the slots of accepted nodes behind the root's, where they are not there already."""
+        moves = [
+            (row, self.num_slots - width + 1 + node, self.num_slots - width + 1 + depth)
+            for row, outcome in enumerate(outcomes.rows)
+            for depth, node in enumerate(outcome.path)
+            if node != depth
+        ]
+        if moves:
+            rows, sources, places = torch.tensor(moves, device=self._device).unbind(dim=1)
+            self._cache.move(rows, sources, places)
+
+    def _forget(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[int],
+        device_slots: torch.Tensor | None = None,
+        device_tokens: torch.Tensor | None = None,
+    ) -> None:
         wanted = self.num_slots - min(slots)
         self._rollback.to(wanted)
         # A cache that can only go back to a checkpoint forgets more than it was asked to; it holds one row.
         more = wanted - self.num_slots
+        back = self._device_positions() - self._on_device(tokens, device_tokens)
         self.positions = [position - each - more for position, each in zip(self.positions, tokens, strict=True)]
         self._num_tokens = [number - each - more for number, each in zip(self._num_tokens, tokens, strict=True)]
-        uneven = [each - min(slots) for each in slots]
-        if any(uneven):
+        self._next = None if self._are_even else back - more
+        if len(set(slots)) > 1:
+            uneven = torch.as_tensor(self._on_device(slots, device_slots) - min(slots))[:, None]
             from_the_end = self.num_slots - torch.arange(self.num_slots, device=self._device)
-            kept = from_the_end > torch.tensor(uneven, device=self._device)[:, None]
-            self._mask = self._full_mask()[:, : self.num_slots] * kept
+            self._mask = self._full_mask()[:, : self.num_slots] * (from_the_end > uneven)
             self._has_inner_holes = True
         elif self._mask is not None:
             self._mask = self._mask[:, : self.num_slots]
         self._pack_if_needed()
+
+    def _on_device(self, counts: Sequence[int], known: torch.Tensor | None) -> torch.Tensor | int:
+        """Counts as something to reckon with on the device, without a wait where that can be."""
+        if len(set(counts)) == 1:
+            return counts[0]
+        return torch.tensor(counts, device=self._device) if known is None else known
 
     def _full_mask(self) -> torch.Tensor:
         if self._mask is not None:

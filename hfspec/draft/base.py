@@ -1,8 +1,8 @@
 """The protocol between the round loop and whatever proposes tokens.
 
 A `DraftSource` is shared: by calls, threads and targets. All that belongs to one row of one call lives in the
-`DraftSession` that `start` returns. A source that can draft for several rows at once, sharing its work, also
-has a `BatchSession`; for others the rows' sessions are asked one after the other.
+`DraftSession` that `start` returns. A source that drafts for several rows at once, sharing its work, gives a `Session`
+by `start_batch`; for others the rows' sessions are asked one after the other.
 """
 
 from abc import ABC, abstractmethod
@@ -14,8 +14,10 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.utils import ModelOutput
 
-from hfspec.rounds import Draft, Outcome, RoundBudget
-from hfspec.sampling.noise import SeededNoise
+from hfspec.draft.shape import check_row, joined
+from hfspec.rounds import Draft, Outcome, Outcomes, RoundBudget
+from hfspec.sampling.noise import BatchNoise
+from hfspec.texts import Texts
 
 
 class Peek(Protocol):
@@ -23,6 +25,13 @@ class Peek(Protocol):
 
     def peek(self, like: torch.Tensor, position: int) -> torch.Tensor:
         """Noise of the `position`-th (0, 1, …) token from now, shaped as `like` `[1, vocab]`."""
+
+
+class RowsPeek(Protocol):
+    """The same for several rows."""
+
+    def peek(self, rows: Sequence[int], position: int, like: torch.Tensor) -> torch.Tensor:
+        """Noise `[rows, vocab]` of each of these rows' `position`-th token from now, shaped as `like`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Context:
     device: torch.device
     selection: Literal["greedy", "seeded", "rejection"] = "greedy"
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    noise: Peek = field(default_factory=SeededNoise)
+    noise: Peek = field(default_factory=lambda: BatchNoise(1).share())
     prompt_mask: torch.Tensor | None = None
     row: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -70,16 +79,36 @@ class DraftSession(ABC):
         """The row is over, in whatever way."""
 
 
-class BatchSession(ABC):
-    """A source at work on several rows of a call."""
+@dataclass(frozen=True)
+class CallView:
+    """What a source may know of a call, all its rows together.
+
+    Attributes:
+        contexts: one a row.
+        noise: of a seeded call, all rows'.
+    """
+
+    contexts: Sequence[Context]
+    noise: "RowsPeek"
+
+
+class Session(ABC):
+    """A source at work on all rows of a call that go on.
+
+    Attributes:
+        caught_up: tokens a row that the last `propose` had to read first, beyond the one or two that a round leaves
+            unread: they are no part of what a draft costs.
+    """
+
+    caught_up: int = 0
 
     @abstractmethod
-    def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:
-        """Draft what follows each row's text `[1, length]`, within `budget` for each."""
+    def propose(self, texts: Texts, budget: RoundBudget) -> Draft:
+        """Draft what follows each row's text, within `budget` for each."""
 
     @abstractmethod
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn the verdict on each row's last draft."""
+    def read(self, texts: Texts, outcomes: Outcomes) -> None:
+        """Learn the verdict on each row's last draft, and what was committed: the texts have grown by it."""
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
@@ -105,39 +134,55 @@ class DraftSource(ABC):
     def start(self, context: Context) -> DraftSession:
         """Begin a row."""
 
-    def start_batch(self, contexts: Sequence[Context]) -> BatchSession:
+    def start_batch(self, call: CallView) -> Session:
         """Begin all rows of a call; to be overridden by a source that can share work between them."""
         sessions: list[DraftSession] = []
         try:
-            for context in contexts:
+            for context in call.contexts:
                 sessions.append(self.start(context))
         except BaseException:
             _stop_all(sessions)
             raise
-        return _RowByRow(sessions)
+        return RowByRow(sessions, call.contexts)
 
 
-class _RowByRow(BatchSession):
-    """The rows' own sessions, asked in turn."""
+class RowByRow(Session):
+    """The rows' own sessions, asked in turn. What each proposes is checked, as anybody may have written it."""
 
-    def __init__(self, sessions: list[DraftSession]) -> None:
+    def __init__(self, sessions: list[DraftSession], contexts: Sequence[Context]) -> None:
         self._sessions = sessions
+        self._contexts = list(contexts)
 
-    def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:
+    def propose(self, texts: Texts, budget: RoundBudget) -> Draft:
+        """Draft for every row."""
         # What one row's confidence says about going on is no news about another row.
-        each_budget = budget if len(texts) == 1 else RoundBudget(budget.num_tokens)
-        return [session.propose(text, each_budget) for session, text in zip(self._sessions, texts, strict=True)]
+        num_rows = len(self._sessions)
+        each_budget = budget if num_rows == 1 else RoundBudget(budget.num_tokens, allows_trees=budget.allows_trees)
+        drafts = []
+        for row, (session, context) in enumerate(zip(self._sessions, self._contexts, strict=True)):
+            if texts.has_ended[row]:  # it gets padding, and is not asked
+                drafts.append(Draft.empty(1, context.device))
+                continue
+            # A copy: what a source does with it is its own affair.
+            draft = session.propose(texts.of(row).clone(), each_budget)
+            check_row(draft, budget.num_tokens, context.vocab_size, context.device)
+            drafts.append(draft)
+        return joined(drafts)
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        for session, outcome in zip(self._sessions, outcomes, strict=True):
+    def read(self, texts: Texts, outcomes: Outcomes) -> None:
+        """Learn what was committed."""
+        for session, outcome in zip(self._sessions, outcomes.rows, strict=True):
             session.observe(outcome)
 
     def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
         for index in set(range(len(self._sessions))) - set(rows):
             self._sessions[index].stop()
         self._sessions = [self._sessions[row] for row in rows]
+        self._contexts = [self._contexts[row] for row in rows]
 
     def stop(self) -> None:
+        """Stop all of them."""
         sessions, self._sessions = self._sessions, []
         _stop_all(sessions)
 

@@ -1,26 +1,27 @@
 """What the draft source is told of each row of a call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
-from hfspec.draft.base import Context, Peek
+from hfspec.draft.base import Context
 from hfspec.host import forwards
 from hfspec.host.prepared import Prepared
+from hfspec.sampling.noise import BatchNoise
 from hfspec.sampling.processors import for_row
 
 
 def contexts_of(
     prepared: Prepared,
     selection: Literal["greedy", "seeded", "rejection"],
-    noises: Sequence[Peek],
+    noise: BatchNoise,
     encoder_inputs: Mapping[str, Any],
 ) -> list[Context]:
     """One context a row.
 
     Args:
-        noises: the noise of each row.
+        noise: of all rows.
         encoder_inputs: what an encoder was given, before the host repeated it for several sequences: the encoder of
             an encoder-decoder model, or the one that makes images and sounds into places of the text.
     """
@@ -33,7 +34,7 @@ def contexts_of(
             device=prepared.device,
             selection=selection,
             processors=for_row(prepared.processors, row, num_rows),
-            noise=noises[row],
+            noise=noise.share([row]),
             prompt_mask=prepared.text_mask(row),
             row=row,
             inputs=inputs_of(prepared, encoder_inputs, row),

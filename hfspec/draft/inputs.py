@@ -70,6 +70,8 @@ class Visible:
         self._num_prompt = 0 if mask is None else mask.shape[1]
         # Found once, as that waits for the device.
         self._indices = None if mask is None else mask[0].nonzero()[:, 0]
+        #: How many ids of the prompt are hidden.
+        self.num_hidden = 0 if self._indices is None else self._num_prompt - len(self._indices)
 
     def of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The ids of a text `[1, n]` that are not hidden."""

@@ -15,14 +15,15 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from hfspec.cache.ledger import speculative_cache
 from hfspec.cache.rows import Rows
 from hfspec.draft import inputs
-from hfspec.draft.base import BatchSession, Context, DraftSession, DraftSource
-from hfspec.draft.choice import RowDraft
+from hfspec.draft.base import CallView, Context, DraftSession, DraftSource, Session
+from hfspec.draft.choice import DraftChoice
 from hfspec.errors import DraftError
 from hfspec.host import architectures, caches, releases
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.host.verdicts import counts_slots, ragged_problem
-from hfspec.rounds import Draft, Outcome, RoundBudget
+from hfspec.rounds import Draft, Outcome, Outcomes, RoundBudget
 from hfspec.sampling.processors import DraftProcessors
+from hfspec.texts import Texts
 
 #: Ids left unread by a fully accepted round: its last draft token and the bonus token.
 _USUAL_UNREAD = 2
@@ -52,16 +53,16 @@ class ModelDraft(DraftSource):
         return bool(self.model.training or makes_layers or may_skip_layers)
 
     def start(self, context: Context) -> DraftSession:
-        """Begin a row with an empty cache."""
-        return _OneRow(_ModelSession(self, [context]))
+        """Begin a row by itself, with an empty cache, outside a batch."""
+        return _OneRow(ModelSession(self, CallView([context], _OfOneRow(context))), context)
 
-    def start_batch(self, contexts: Sequence[Context]) -> BatchSession:
+    def start_batch(self, call: CallView) -> Session:
         """Begin rows that share forwards, or each with a cache of its own where they cannot."""
-        if len(contexts) > 1 and (
-            self.sees(contexts[0]) or ragged_problem(self.model, self.empty_cache(contexts[0])) is not None
+        if len(call.contexts) > 1 and (
+            self.sees(call.contexts[0]) or ragged_problem(self.model, self.empty_cache(call.contexts[0])) is not None
         ):
-            return super().start_batch(contexts)
-        return _ModelSession(self, contexts)
+            return super().start_batch(call)
+        return ModelSession(self, call)
 
     def empty_cache(self, context: Context) -> Any:
         """A cache that rolls back, of the kind that the model needs."""
@@ -76,14 +77,16 @@ class ModelDraft(DraftSource):
         return is_in_the_text and bool(names) and names <= self._accepted
 
 
-class _ModelSession(BatchSession):
+class ModelSession(Session):
     """The draft's cache in one call. A row's position is the number of its ids that are in it."""
 
-    def __init__(self, source: ModelDraft, contexts: Sequence[Context]) -> None:
+    def __init__(self, source: ModelDraft, call: CallView) -> None:
         if source.model.training and releases.CHECKPOINTING_DROPS_CACHE and _checkpoints(source.model):
             raise DraftError("a draft in training mode with gradient checkpointing keeps no cache: draft.eval()")
+        contexts = list(call.contexts)
         self._source = source
-        self._contexts = list(contexts)
+        self._contexts = contexts
+        self._noise = call.noise
         device = architectures.input_device(source.model)
         # Weights that are brought in for each forward, from disk or memory, have no device of their own.
         self._device = contexts[0].device if device.type == "meta" else device
@@ -91,7 +94,6 @@ class _ModelSession(BatchSession):
         self._cache = source.empty_cache(contexts[0])
         is_counting = counts_slots(source.model, self._cache) if len(contexts) > 1 else False
         self._rows = Rows(self._cache, [0] * len(contexts), self._device, counts_slots=is_counting)
-        self._num_ids = [0] * len(contexts)
         self._stepping_layers = stepping_layers(source.model)
         self._constant_inputs: dict[str, Any] = {
             "use_cache": True,
@@ -103,65 +105,97 @@ class _ModelSession(BatchSession):
         self._sees = source.sees(contexts[0])
         masks = [inputs.given_mask(each) if self._sees else each.prompt_mask for each in contexts]
         self._visible = [inputs.Visible(mask) for mask in masks]
+        self._num_drafted = 0
+        self._num_committed = [0] * len(contexts)
 
-    def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> list[Draft]:
-        prefixes = [visible.of(text) for visible, text in zip(self._visible, texts, strict=True)]
-        self._num_ids = [prefix.shape[1] for prefix in prefixes]
-        unread = [prefix[:, read:] for prefix, read in zip(prefixes, self._rows.positions, strict=True)]
-        caught_up = max(0, max(each.shape[1] for each in unread) - _USUAL_UNREAD)
-        num_tokens = self._within_context(budget.num_tokens)
-        self._check_ids(unread)
+    def propose(self, texts: Texts, budget: RoundBudget) -> Draft:
+        """Draft for every row."""
+        num_ids = [length - visible.num_hidden for length, visible in zip(texts.lengths, self._visible, strict=True)]
+        lengths = self._within_context(num_ids, budget.num_tokens, texts.has_ended)
+        num_unread = [ids - read for ids, read in zip(num_ids, self._rows.positions, strict=True)]
+        self.caught_up = max(0, max(num_unread) - _USUAL_UNREAD)
+        self._check_ids(texts, num_unread)
+        self._num_committed, self._num_drafted = num_ids, 0
 
-        drafts = [RowDraft(*each) for each in zip(self._contexts, self._processors, strict=True)]
-        while drafts[0].num_tokens < num_tokens:
-            logits = self._read(unread)
-            if not drafts[0].num_tokens:
-                self._rows.checkpoint()  # so far all is committed text
-            unread = [
-                draft.choose(prefixes[row], logits[row : row + 1], budget.reads_confidence)
-                for row, draft in enumerate(drafts)
-            ]
-            if budget.reads_confidence and not budget.allows_another(*(draft.confidences[-1] for draft in drafts)):
+        choice = DraftChoice(self._contexts, self._processors, self._noise)
+        logits = self._read_texts(texts, num_unread)
+        self._rows.checkpoint()  # so far all is committed text
+        while True:
+            drafted = choice.token_ids if choice.num_tokens else None
+            tokens = choice.choose(logits, budget.reads_confidence, lambda row: self._prefix(texts, row, drafted))  # noqa: B023
+            if budget.reads_confidence and not budget.allows_another(*choice.confidences[-1]):
                 break
-            prefixes = [torch.cat([prefix, new], dim=-1) for prefix, new in zip(prefixes, unread, strict=True)]
-        return [draft.finished(caught_up) for draft in drafts]
+            if choice.num_tokens >= max(lengths):
+                break
+            logits = self._read(tokens, [1] * len(lengths))
+        self._num_drafted = choice.num_tokens
+        return choice.finished(lengths)
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def read(self, texts: Texts, outcomes: Outcomes) -> None:
+        """Learn what was committed."""
         # What was accepted stays read; the token chosen after it is the next to read.
-        accepted = [number + outcome.num_accepted for number, outcome in zip(self._num_ids, outcomes, strict=True)]
-        self._rows.forget([max(0, read - each) for read, each in zip(self._rows.positions, accepted, strict=True)])
+        kept = [ids + new - 1 for ids, new in zip(self._num_committed, outcomes.num_committed, strict=True)]
+        excess = [max(0, read - each) for read, each in zip(self._rows.positions, kept, strict=True)]
+        on_device = None
+        if len(set(excess)) > 1:
+            on_device = (self._num_drafted - outcomes.num_committed_on(self._device)).clamp_(min=0)
+        self._rows.forget(excess, on_device)
+        self._num_drafted = 0
 
     def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
         self._contexts = [self._contexts[row] for row in rows]
         self._processors = [self._processors[row] for row in rows]
         self._visible = [self._visible[row] for row in rows]
-        self._num_ids = [self._num_ids[row] for row in rows]
+        self._num_committed = [self._num_committed[row] for row in rows]
         self._rows.select(rows)
 
     def stop(self) -> None:
         """Nothing to release but what goes with the session."""
 
-    def _read(self, unread: Sequence[torch.Tensor], wants_logits: bool = True) -> torch.Tensor:
-        """Read some ids of each row, `[1, n]`; return the logits after each row's last, `[rows, vocab]` float32.
+    def _prefix(self, texts: Texts, row: int, drafted: torch.Tensor | None) -> torch.Tensor:
+        """A row's ids that are visible, and the tokens drafted so far, `[1, length]`."""
+        text = self._visible[row].of(texts.of(row))
+        return text if drafted is None else torch.cat([text, drafted[row : row + 1]], dim=-1)
+
+    def _read_texts(self, texts: Texts, num_unread: Sequence[int]) -> torch.Tensor:
+        """Read what is unread of each row's text; return the logits after its last id, `[rows, vocab]` float32."""
+        if self._rows.num_slots and max(num_unread) <= texts.num_committed:
+            counts = None
+            if min(num_unread) < max(num_unread):
+                counts = self._rows.missing(texts.ends(self._device), [each.num_hidden for each in self._visible])
+            return self._read(texts.last(num_unread, counts), num_unread, counts)
+        width, is_first = max(num_unread), self._rows.num_slots == 0
+        unread = [
+            visible.of(texts.of(row))[:, -count:]
+            for row, (visible, count) in enumerate(zip(self._visible, num_unread, strict=True))
+        ]
+        if not is_first and width > _MAX_LOGITS and min(num_unread) < width:
+            # The logits of so many tokens would take much memory: leave each row's last for a forward of its own.
+            if min(num_unread) == 1:
+                raise DraftError("rows that have fallen far apart cannot be read together")
+            before = [each[:, :-1] for each in unread]
+            self._read(_filled(before, width - 1, False), [each - 1 for each in num_unread], wants_logits=False)
+            return self._read(torch.cat([each[:, -1:] for each in unread]), [1] * len(unread))
+        # A prompt stands at the right end; what follows it, at the left, so that no gap parts it from the prompt.
+        return self._read(_filled(unread, width, is_first), num_unread)
+
+    def _read(
+        self,
+        token_ids: torch.Tensor,
+        lengths: Sequence[int],
+        counts: torch.Tensor | None = None,
+        wants_logits: bool = True,
+    ) -> torch.Tensor:
+        """Read the first `lengths[i]` of each row's ids `[rows, width]` (of a first forward, the last).
 
         Ids and logits are where the target's are; only the forward runs on the draft's device.
         """
-        lengths = [each.shape[1] for each in unread]
-        width = max(lengths)
-        is_first = self._rows.num_slots == 0
-        # A prompt stands at the right end; what follows it, at the left, so that no gap parts it from the prompt.
+        width, is_first = max(lengths), self._rows.num_slots == 0
         ends_together = is_first or min(lengths) == width
-        if wants_logits and width > _MAX_LOGITS and not ends_together:
-            # The logits of so many tokens would take much memory: leave each row's last for a forward of its own.
-            if min(lengths) == 1:
-                raise DraftError("rows that have fallen far apart cannot be read together")
-            self._read([each[:, :-1] for each in unread], wants_logits=False)
-            return self._read([each[:, -1:] for each in unread])
-        filled = [_filled(each, width, at_the_end=is_first) for each in unread]
-        mask, position_ids = self._rows.open(lengths, to_the_right=is_first)
+        mask, position_ids = self._rows.open(lengths, to_the_right=is_first, counts=counts)
         kwargs = dict(self._constant_inputs)
-        ids_key = "decoder_input_ids" if self._source.is_encoder_decoder else "input_ids"
-        kwargs[ids_key] = torch.cat(filled).to(self._device)
+        kwargs["decoder_input_ids" if self._source.is_encoder_decoder else "input_ids"] = token_ids.to(self._device)
         if mask is not None:
             kwargs["attention_mask"] = mask
         if self._sees:  # what comes behind an image has positions that only the model knows
@@ -169,17 +203,19 @@ class _ModelSession(BatchSession):
             if self._source.takes_cache_position:
                 kwargs["cache_position"] = position_ids[0]
         elif self._source.takes_position_ids:
-            kwargs["position_ids"] = position_ids
+            limit = self._source.max_positions
+            kwargs["position_ids"] = position_ids if limit is None else position_ids.clamp(max=limit - 1)
         if self._source.limits_logits:
             kwargs["logits_to_keep"] = 1 if ends_together or not wants_logits else width
         with stepping([] if is_first else self._stepping_layers):
-            all_logits: torch.Tensor = self._source.model(**kwargs).logits
+            logits: torch.Tensor = self._source.model(**kwargs).logits
         if not ends_together:
-            self._rows.close(lengths, lengths)
-        if ends_together or not wants_logits:
-            return self._fitted(all_logits[:, -1])
-        last = [row[length - 1] for row, length in zip(all_logits[:, -width:], lengths, strict=True)]
-        return self._fitted(torch.stack(last))
+            last = torch.tensor(lengths, device=self._device) if counts is None else counts.to(self._device)
+            self._rows.close(lengths, lengths, last, last)
+            if wants_logits:
+                at = (last - 1)[:, None, None].expand(-1, 1, logits.shape[2])
+                return self._fitted(logits[:, -width:].gather(1, at)[:, 0])
+        return self._fitted(logits[:, -1])
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
         """As wide as the target's, in float32, where the target's are."""
@@ -188,45 +224,68 @@ class _ModelSession(BatchSession):
         logits = logits[:, :vocab_size].to(device=self._contexts[0].device, dtype=torch.float32)
         return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
 
-    def _within_context(self, num_tokens: int) -> int:
-        """The most tokens that the draft model has positions for; the last one drafted is never read."""
-        limit = self._source.max_positions
-        if limit is None:
-            return num_tokens
-        room = limit - max(self._num_ids) + 1
-        if room < 1:
-            raise DraftError(f"the draft model's context of {limit} tokens is full")
-        return min(num_tokens, room)
+    def _within_context(self, num_ids: Sequence[int], num_tokens: int, has_ended: Sequence[bool]) -> list[int]:
+        """The most tokens of each row that the draft model has positions for; the last one drafted is never read.
 
-    def _check_ids(self, unread: Sequence[torch.Tensor]) -> None:
+        A row that has ended gets none.
+        """
+        limit = self._source.max_positions
+        room = [num_tokens if limit is None else min(num_tokens, limit + 1 - number) for number in num_ids]
+        if max(room) < 1:
+            raise DraftError(f"the draft model's context of {limit} tokens is full")
+        return [0 if ended else max(0, each) for each, ended in zip(room, has_ended, strict=True)]
+
+    def _check_ids(self, texts: Texts, num_unread: Sequence[int]) -> None:
         vocab_size = self._source.vocab_size
-        if vocab_size < self._contexts[0].vocab_size and any(int(each.max()) >= vocab_size for each in unread):
-            raise DraftError(
-                f"the text holds a token id that the draft model (vocabulary of {vocab_size}) does not have"
-            )
+        if vocab_size < self._contexts[0].vocab_size:
+            news = [texts.of(row)[0, -count:] for row, count in enumerate(num_unread)]
+            if bool((torch.cat(news) >= vocab_size).any()):
+                raise DraftError(
+                    f"the text holds a token id that the draft model (vocabulary of {vocab_size}) does not have"
+                )
 
 
 class _OneRow(DraftSession):
     """A batch of one as a row's session."""
 
-    def __init__(self, batch: BatchSession) -> None:
-        self._batch = batch
+    def __init__(self, session: Session, context: Context) -> None:
+        self._session = session
+        self._texts: Texts | None = None
 
     def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
-        return self._batch.propose([input_ids], budget)[0]
+        self._texts = Texts(input_ids)
+        return self._session.propose(self._texts, budget)
 
     def observe(self, outcome: Outcome) -> None:
-        self._batch.observe([outcome])
+        if self._texts is not None:
+            self._session.read(self._texts, Outcomes((outcome,)))
 
     def stop(self) -> None:
-        self._batch.stop()
+        self._session.stop()
+
+
+class _OfOneRow:
+    """A row's own noise, as that of a batch."""
+
+    def __init__(self, context: Context) -> None:
+        self._noise = context.noise
+
+    def peek(self, rows: Sequence[int], position: int, like: torch.Tensor) -> torch.Tensor:
+        return self._noise.peek(like, position)
 
 
 def _checkpoints(model: PreTrainedModel) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def _filled(token_ids: torch.Tensor, width: int, at_the_end: bool) -> torch.Tensor:
-    """Ids `[1, n]` made as wide as the longest row's, with ids that a mask hides before or behind them."""
-    missing = width - token_ids.shape[1]
-    return functional.pad(token_ids, (missing, 0) if at_the_end else (0, missing))
+def _filled(token_ids: Sequence[torch.Tensor], width: int, at_the_end: bool) -> torch.Tensor:
+    """Rows of ids `[1, n]` made as wide as the widest, with ids that a mask hides before or behind them."""
+    if len(token_ids) == 1:
+        return token_ids[0]
+    missing = [width - each.shape[1] for each in token_ids]
+    return torch.cat(
+        [
+            functional.pad(each, (gap, 0) if at_the_end else (0, gap))
+            for each, gap in zip(token_ids, missing, strict=True)
+        ]
+    )

@@ -29,7 +29,11 @@ _MASKS_ALIKE = ("ctrl", "recurrent_gemma")
 _STATE_IN_LAYERS = ("recurrent_gemma",)
 
 #: Stopping criteria that look at each row by itself and keep nothing between calls.
-_ROW_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+ROW_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+#: Attention that takes an additive mask `[batch, 1, tokens, slots]`.
+_MASKED_ATTENTION = ("eager", "sdpa")
+#: They limit or bias attention by slots, whatever mask they are given.
+_COUNTS_INSIDE = ("bloom", "gpt_neo", "mpt")
 
 
 def plain_reason(prepared: Prepared, max_drafted: int) -> str | None:
@@ -119,10 +123,18 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
         return "scores, states or a cache of the whole batch are wanted, those of finished rows included"
     if not are_row_independent(prepared.processors):
         return "a logits processor may look at the whole batch"
-    if not all(type(each) in _ROW_CRITERIA for each in prepared.criteria):
+    if not all(type(each) in ROW_CRITERIA for each in prepared.criteria):
         return "a stopping criterion may look at the whole batch"
     if not prepared.ends_by_token and not all(type(each) is MaxLengthCriteria for each in prepared.criteria):
         return "rows that have ended go on until all have, as no token ends them"
+    return apart_problem(prepared, cache)
+
+
+def apart_problem(prepared: Prepared, cache: Any) -> str | None:
+    """Why the target's forwards cannot be made of ids, positions and mask alone, or `None` if they can.
+
+    That is what rows of different lengths need, and trees.
+    """
     if not prepared.uses_cache or prepared.keeps_own_state:
         return "there is no cache of keys and values"
     if any(_is_unknown(name, value) for name, value in prepared.model_kwargs.items()):
@@ -136,6 +148,25 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
     if position_ids is not None and (position_ids.dim() != 2 or not releases.ADVANCES_POSITIONS):
         return "positions are of a kind of their own"
     return ragged_problem(prepared.model, cache)
+
+
+def tree_problem(model: PreTrainedModel, cache: Cache) -> str | None:
+    """Why a draft for this model must be a chain, or `None` if it may be a tree with a mask and positions of its own.
+
+    Args:
+        cache: one that `ragged_problem` has nothing against.
+    """
+    config = model.config.get_text_config(decoder=True)
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in _MASKED_ATTENTION:
+        return f"attention of the kind {attention!r} takes no mask for each token"
+    if not architectures.takes_position_ids(model):
+        return "the model works positions out by itself"
+    if config.model_type in _COUNTS_INSIDE or getattr(config, "alibi", False):
+        return "the model takes the distance between slots for a distance in the text"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "the model's attention is chunked by slots"
+    return None
 
 
 def _is_unknown(name: str, value: Any) -> bool:

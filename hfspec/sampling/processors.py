@@ -24,6 +24,8 @@ _TOKEN_BLIND = (
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
+#: Of these, the ones that sort the whole vocabulary.
+_SORTING = ("TopHLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper")
 #: They look at tokens and at the prefix, and keep nothing between calls.
 _TOKEN_AWARE = (
     "ExponentialDecayLengthPenalty",
@@ -49,7 +51,7 @@ def _types(names: tuple[str, ...]) -> frozenset[type]:
 
 
 _BLIND_TYPES, _AWARE_TYPES = _types(_TOKEN_BLIND), _types(_TOKEN_AWARE)
-_SPEECH_TYPES = _types(_SPEECH)
+_SPEECH_TYPES, _SORTING_TYPES = _types(_SPEECH), _types(_SORTING)
 
 
 def stateless(processors: LogitsProcessorList) -> LogitsProcessorList:
@@ -57,6 +59,16 @@ def stateless(processors: LogitsProcessorList) -> LogitsProcessorList:
     return LogitsProcessorList(
         [each for each in processors if type(each) in _BLIND_TYPES | _AWARE_TYPES | _SPEECH_TYPES]
     )
+
+
+def is_token_blind(processor: Any) -> bool:
+    """Whether it looks at scores only, so that it may be called for any number of positions at once."""
+    return type(processor) in _BLIND_TYPES
+
+
+def sorts(processor: Any) -> bool:
+    """Whether it sorts all scores, which takes a CPU long."""
+    return type(processor) in _SORTING_TYPES
 
 
 def are_row_independent(processors: LogitsProcessorList) -> bool:
@@ -95,6 +107,8 @@ class DraftProcessors:
             cut = len(kept)
         self._full = LogitsProcessorList(kept[:cut])
         self._short = LogitsProcessorList(kept[cut + 1 :])
+        #: Whether none of them looks at the text.
+        self.is_blind = all(map(is_token_blind, kept))
         self._top_k: int | None = kept[cut].top_k if cut < len(kept) else None
 
     def __call__(self, prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

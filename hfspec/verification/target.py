@@ -3,23 +3,20 @@
 Knows nothing of where drafts come from or how they are judged.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from hfspec.cache.ledger import SpeculativeCache, vanilla_cache
+from hfspec.cache.ledger import vanilla_cache
 from hfspec.cache.rollback import Rollback, StateRollback
-from hfspec.cache.rows import Rows
 from hfspec.host import architectures, forwards, releases
 from hfspec.host.prepared import Prepared
 from hfspec.host.stepping import stepping, stepping_layers
-from hfspec.host.verdicts import counts_slots
-from hfspec.rounds import Verified
+from hfspec.rounds import Draft, Outcomes, Verified
 from hfspec.sampling.noise import generator_state
+from hfspec.texts import Texts
 
 
 class Target:
@@ -63,27 +60,23 @@ class Target:
         outputs["logits"] = None
         return Verified(logits, outputs, num_read=input_ids.shape[1], is_prompt=True)
 
-    def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
-        """Read what is unread of the committed text, and the drafts behind it, in one forward.
-
-        Args:
-            texts: the rows' texts, `[1, length]` each, of one length.
-            draft_ids: the rows' drafts, `[1, num_drafted]` each, of one length.
-        """
-        num_drafted = draft_ids[0].shape[1]
-        input_ids, kwargs = self._with_drafts(texts, draft_ids)
+    def verify(self, texts: Texts, draft: Draft) -> Verified:
+        """Read what is unread of the committed texts, of one length, and the drafts behind them, in one forward."""
+        num_drafted = draft.num_tokens
+        input_ids, kwargs = self._with_drafts(texts, draft)
         self._rollback.checkpoint()
         num_read = self.num_unread + num_drafted
         model_inputs = forwards.prepare_last(self.model, input_ids, num_read, kwargs)
         return self._forward(model_inputs, num_drafted + 1, num_read)
 
-    def keep(self, num_committed: Sequence[int]) -> None:
-        """Bring cache and inputs to the committed text: so many tokens of the last round in each row, all alike.
+    def keep(self, outcomes: Outcomes) -> None:
+        """Bring cache and inputs to the committed text: as many tokens of the last round in each row.
 
         The last committed token is not in the cache, as in vanilla.
         """
-        self.level_cache(self._num_new + num_committed[0])
-        self._model_kwargs = forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_committed[0])
+        num_committed = outcomes.num_committed[0]
+        self.level_cache(self._num_new + num_committed)
+        self._model_kwargs = forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_committed)
 
     def level_cache(self, num_new: int) -> None:
         """Bring the cache to the text without its last token, of `num_new` in all; also after an error in mid-round."""
@@ -107,15 +100,12 @@ class Target:
         """The cache as vanilla hands it back."""
         return vanilla_cache(self._cache)
 
-    def _with_drafts(
-        self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _with_drafts(self, texts: Texts, draft: Draft) -> tuple[torch.Tensor, dict[str, Any]]:
         """The texts with the drafts behind them `[rows, length]`, and the model kwargs grown to that length."""
-        input_ids = torch.cat([torch.cat(list(texts)), torch.cat(list(draft_ids))], dim=-1)
-        num_drafted = draft_ids[0].shape[1]
-        if not num_drafted:
-            return input_ids, self._model_kwargs
-        return input_ids, forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_drafted)
+        if not draft.num_tokens:
+            return texts.together(), self._model_kwargs
+        input_ids = torch.cat([texts.together(), draft.token_ids], dim=-1)
+        return input_ids, forwards.advance(self.model, ModelOutput(), self._model_kwargs, draft.num_tokens)
 
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
@@ -139,11 +129,12 @@ class StateTarget(Target):
         self._rollback = StateRollback(self._model_kwargs, self._key)
         return verified
 
-    def keep(self, num_committed: Sequence[int]) -> None:
+    def keep(self, outcomes: Outcomes) -> None:
         """Bring state and inputs to the committed text."""
-        self.level_cache(self._num_new + num_committed[0])
+        num_committed = outcomes.num_committed[0]
+        self.level_cache(self._num_new + num_committed)
         state = self._model_kwargs[self._key]
-        grown = forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_committed[0])
+        grown = forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_committed)
         self._model_kwargs.update(grown | {self._key: state})
 
     def cache_for_user(self) -> Any:
@@ -168,10 +159,10 @@ class UncachedTarget(Target):
         """One, as nothing is put off: all is read again anyway."""
         return 1
 
-    def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
+    def verify(self, texts: Texts, draft: Draft) -> Verified:
         """Read the rows' texts and the drafts behind them in one forward."""
-        width = draft_ids[0].shape[1] + 1
-        return self._forward(forwards.prepare_all(self.model, *self._with_drafts(texts, draft_ids)), width, width)
+        width = draft.num_tokens + 1
+        return self._forward(forwards.prepare_all(self.model, *self._with_drafts(texts, draft)), width, width)
 
     def level_cache(self, num_new: int) -> None:
         """Nothing to level."""
@@ -180,71 +171,6 @@ class UncachedTarget(Target):
     def cache_for_user(self) -> Any:
         """What vanilla hands back: nothing, or what was passed."""
         return self._cache
-
-
-class RaggedTarget(Target):
-    """The patched model in a call whose rows go on each at its own pace, and leave when they have ended.
-
-    Needs a `SpeculativeCache` of attention layers (see `support.ragged_problem`).
-    """
-
-    def __init__(self, prepared: Prepared, cache: SpeculativeCache) -> None:
-        super().__init__(prepared, cache)
-        self._rows: Rows | None = None
-        self._lengths: list[int] = []
-
-    @property
-    def num_unread(self) -> int:
-        """Always one: such a cache goes back to any point."""
-        return 1
-
-    def prefill(self, input_ids: torch.Tensor) -> Verified:
-        """Read the prompts `[rows, length]`, padded as vanilla wants them."""
-        verified = super().prefill(input_ids)
-        kwargs = self._model_kwargs
-        num_rows, num_slots = input_ids.shape[0], self._cache.get_seq_length()
-        mask = kwargs.get("attention_mask")  # 5.24 drops one that hides nothing
-        mask = None if mask is None else mask[:, :-1].to(input_ids.device)
-        positions = [num_slots] * num_rows if mask is None else mask.sum(dim=-1).tolist()
-        if kwargs.get("position_ids") is not None:
-            positions = kwargs["position_ids"][:, -1].expand(num_rows).tolist()
-        is_counting = counts_slots(self.model, self._cache)
-        self._rows = Rows(self._cache, positions, input_ids.device, mask, is_counting, num_slots)
-        return verified
-
-    def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
-        """Read each row's last token and draft in one forward; drafts may differ in length."""
-        rows = self._the_rows()
-        self._lengths = [1 + each.shape[1] for each in draft_ids]
-        width = max(self._lengths)
-        filled = [
-            pad(torch.cat([text[:, -1:], draft], dim=-1), (0, width - 1 - draft.shape[1]))
-            for text, draft in zip(texts, draft_ids, strict=True)
-        ]
-        rows.checkpoint()
-        num_before = rows.num_slots
-        mask, position_ids = rows.open(self._lengths)
-        kwargs = forwards.with_slots(self.model, self._model_kwargs, mask, position_ids, num_before)
-        model_inputs = forwards.prepare_last(self.model, torch.cat(filled), width, kwargs)
-        return self._forward(model_inputs, width, width)
-
-    def keep(self, num_committed: Sequence[int]) -> None:
-        """Keep of each row's tokens of the last round those that were committed, but for the last."""
-        self._the_rows().close(self._lengths, num_committed)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
-        num_rows = len(self._the_rows().positions)
-        self._the_rows().select(rows)
-        self._model_kwargs = forwards.select_rows(self._model_kwargs, rows, num_rows)
-
-    def level_cache(self, num_new: int) -> None:
-        """Nothing to do: nobody will see this cache."""
-
-    def _the_rows(self) -> Rows:
-        if self._rows is None:
-            raise RuntimeError("prefill comes first")
-        return self._rows
 
 
 def _other_caches(model_kwargs: dict[str, Any]) -> list[Any]:

@@ -102,10 +102,10 @@ def test_accept_counts_are_forced_for_ten_rounds(arch):
     seen: list[list[int]] = []
     honest = Rows.close
 
-    def noting(self: Rows, lengths: Sequence[int], kept: Sequence[int]) -> None:
+    def noting(self: Rows, lengths: Sequence[int], kept: Sequence[int], *on_device: Any) -> None:
         if len(kept) == 3:
             seen.append([each - 1 for each in kept])
-        honest(self, lengths, kept)
+        honest(self, lengths, kept, *on_device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rows, "close", noting)
@@ -454,8 +454,8 @@ def test_a_batchs_cache_needs_little_more_than_vanillas(accepts, lengths, monkey
     taken: list[tuple[float, int]] = []
     honest = Rows.close
 
-    def noting(self: Rows, read: Sequence[int], kept: Sequence[int]) -> None:
-        honest(self, read, kept)
+    def noting(self: Rows, read: Sequence[int], kept: Sequence[int], *on_device: Any) -> None:
+        honest(self, read, kept, *on_device)
         keys = self._cache.layers[0].keys
         bytes_of_a_slot = 2 * len(self._cache.layers) * keys[:, :, :1].numel() * keys.element_size()
         taken.append((held_by(self._cache) / bytes_of_a_slot, max(*lengths, *self._num_tokens)))

@@ -12,7 +12,7 @@ from transformers.cache_utils import StaticLayer
 
 import hfspec
 from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
-from hfspec.draft.base import BatchSession
+from hfspec.draft.base import Session as BatchSession
 from hfspec.host import caches, releases
 from hfspec.patch import is_patched
 from tests.models import (

@@ -1,0 +1,231 @@
+"""The same verdicts as the walk's for all states of a round at once: the device is waited for once.
+
+For built-in processors and criteria, which keep nothing and look at each row by itself. Streamers are served afterwards
+from what the host has read.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import StoppingCriteriaList
+
+from hfspec.accept.ends import Ends
+from hfspec.accept.processing import Processing
+from hfspec.accept.record import Record
+from hfspec.accept.rules import Greedy, Rule
+from hfspec.accept.walk import Walk
+from hfspec.rounds import Draft, Outcome, Outcomes, Verified
+from hfspec.texts import Texts
+
+#: Scores that are worked on at once, of all rows together: more would take much memory for moments.
+_MAX_SCORES = 1 << 26
+
+
+@dataclass(frozen=True)
+class _Path:
+    """How far each row has come, on the device.
+
+    Attributes:
+        leaf: `[rows, 1]`, the last accepted state.
+        on_path: `[rows, states]`, the states up to there.
+        is_closed: `[rows, 1]`, whether the leaf itself has ended the text, so that nothing is chosen behind it.
+        depth: `[rows, 1]`, accepted tokens.
+    """
+
+    leaf: torch.Tensor
+    on_path: torch.Tensor
+    is_closed: torch.Tensor
+    depth: torch.Tensor
+
+    @property
+    def num_committed(self) -> torch.Tensor:
+        """Tokens a row, `[rows]`."""
+        return (self.depth + 1 - self.is_closed.long())[:, 0]
+
+
+class Vectorised:
+    """Accepts in one go; what it cannot settle (a state without a distribution, say) it leaves to the walk.
+
+    Args:
+        walk: over the same texts, with the same rule, processors, criteria, record and streamer.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        texts: Texts,
+        rule: Rule,
+        processing: Processing,
+        criteria: StoppingCriteriaList,
+        record: Record,
+        is_in_step: bool,
+        pad_id: int | None = None,
+        streamer: Any = None,
+    ) -> None:
+        self._walk = walk
+        self._texts = texts
+        self._rule = rule
+        self._processing = processing
+        self._ends = Ends(texts, criteria)
+        self._record = record
+        self._is_in_step = is_in_step
+        self._pad_id = pad_id
+        self._streamer = streamer
+        # Of rows in step, which have ended, `[rows, 1]`; on the device, where it is needed.
+        self._over: torch.Tensor | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, verified: Verified) -> None:
+        """Commit the first token of every row, chosen by the prompt's logits."""
+        self._walk.begin(verified)
+
+    def settle(self, draft: Draft, verified: Verified) -> Outcomes:
+        """See `Walk.settle`."""
+        if verified.is_stepwise or not self._ends.can_tell():
+            return self._by_walking(draft, verified)
+        chosen, is_bad, scores = self._choose(draft, verified)
+        ends = self._ends.of(chosen, draft)
+        if self._is_in_step:
+            chosen, ends = self._padded(chosen, ends)
+            path, has_ended = _together(chosen, ends, draft)
+        else:
+            path = _each(chosen, ends, draft)
+            has_ended = path.is_closed | ends.gather(1, path.leaf)
+        tokens = chosen if draft.tree is None else _in_order(chosen, path, draft)
+        is_bad = (is_bad & path.on_path).any(dim=1, keepdim=True)
+        is_judged = _has_children(path.leaf, draft) & ~path.is_closed
+        flags = torch.cat([path.is_closed, has_ended, is_judged, is_bad, path.on_path], dim=1)
+        read = torch.cat([flags.to(tokens), tokens], dim=1).tolist()  # the round's one wait
+        if any(row[3] for row in read):
+            return self._by_walking(draft, verified)
+        outcomes = Outcomes(tuple(self._outcome(row, read[row]) for row in range(len(read))), path.num_committed)
+        settled = self._agreed(outcomes)
+        if settled is None:  # another thread has drawn meanwhile
+            return self.settle(draft, verified)
+        self._over = has_ended if settled is outcomes else None
+        self._write(settled, tokens, verified, scores)
+        if self._error is not None:
+            raise self._error
+        return settled
+
+    def _by_walking(self, draft: Draft, verified: Verified) -> Outcomes:
+        self._over = None
+        return self._walk.settle(draft, verified)
+
+    def _choose(self, draft: Draft, verified: Verified) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Choices and faults `[rows, states]`, and scores and raw logits where the user wants them."""
+        logits, device, rows = verified.logits, self._texts.device, self._texts.rows
+        if type(self._rule) is Greedy and self._processing.is_empty and not self._record.wants_scores:
+            chosen = logits.argmax(dim=-1).to(device)  # the same in any dtype
+            return chosen, torch.zeros_like(chosen, dtype=torch.bool), None
+        # A copy in float32, as vanilla's: processors may write into it.
+        logits = logits.to(copy=True, dtype=torch.float32, device=device)
+        scores = self._processing(logits, draft)
+        if scores.numel() <= _MAX_SCORES or len(rows) == 1 or type(self._rule) is Greedy:
+            chosen, is_bad = self._rule.choose_all(scores, draft, rows)
+        else:
+            parts = [
+                self._rule.choose_all(scores[row : row + 1], draft.of_row(row), rows[row : row + 1])
+                for row in range(len(rows))
+            ]
+            chosen, is_bad = (torch.cat(part) for part in zip(*parts, strict=True))
+        return chosen, is_bad, (scores, logits) if self._record.wants_scores else None
+
+    def _padded(self, chosen: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What rows in step get, padding behind their ends included, and in which states they are over by then."""
+        if self._over is None:
+            self._over = torch.tensor(self._texts.has_ended, device=chosen.device)[:, None]
+        over = torch.cat([self._over, ends], dim=1).long().cummax(dim=1).values.bool()
+        if self._pad_id is not None:
+            chosen = chosen.masked_fill(over[:, :-1], self._pad_id)
+        return chosen, over[:, 1:]
+
+    def _outcome(self, row: int, read: list[int]) -> Outcome:
+        """One row's verdict, of what was read: four flags, the states on the path, the tokens in order."""
+        num_states = (len(read) - 4) // 2
+        is_closed, has_ended, is_judged = map(bool, read[:3])
+        path = tuple(state - 1 for state in range(1, num_states) if read[4 + state])
+        num_committed = len(path) + (not is_closed)
+        tokens = tuple(read[4 + num_states : 4 + num_states + num_committed])
+        is_full = self._ends.is_full(self._texts.lengths[row] + num_committed)
+        return Outcome(len(path) + is_judged, path, tokens, has_ended or is_full)
+
+    def _agreed(self, outcomes: Outcomes) -> Outcomes | None:
+        """Make the draws and tell the streamer; what is left of the outcomes where either stops, `None` if nothing."""
+        rows, self._error = self._texts.rows, None
+        if self._streamer is None:
+            return outcomes if self._rule.commit(rows, outcomes.num_committed) else None
+        for index, tokens in enumerate(zip(*(outcome.token_ids for outcome in outcomes.rows), strict=True)):
+            if not self._rule.commit(rows, [1] * len(rows)):
+                return outcomes.cut(index) if index else None
+            try:
+                self._streamer.put(torch.tensor(tokens))  # on the CPU, as vanilla's
+            except BaseException as error:  # the text ends here; the caller gets it
+                self._error = error
+                return outcomes.cut(index + 1)
+        return outcomes
+
+    def _write(self, outcomes: Outcomes, tokens: torch.Tensor, verified: Verified, scores: Any) -> None:
+        rows = list(self._texts.rows)
+        for row, outcome in zip(rows, outcomes.rows, strict=True):
+            if outcome.has_ended and not self._is_in_step:
+                self._rule.end(row)
+        if self._record.wants_any:
+            states = [0, *(node + 1 for node in outcomes.rows[0].path)][: outcomes.num_committed[0]]
+            for state in states:
+                self._record.add_states(verified, state)
+                if scores is not None:
+                    self._record.add_scores(*(each[:, state].clone() for each in scores))
+        self._texts.grow(tokens, outcomes)
+
+
+def _each(chosen: torch.Tensor, ends: torch.Tensor, draft: Draft) -> _Path:
+    """How far each row goes: along nodes that were chosen, until the text ends; `chosen`, `ends` `[rows, states]`."""
+    tree = draft.tree
+    if tree is None:
+        right = chosen[:, :-1] == draft.token_ids
+        closed = pad(ends, (1, -1))  # by the token that leads to a state
+        return _chain(right, closed)
+    before = tree.parents[:, 1:]
+    right = chosen.gather(1, before) == draft.token_ids
+    closed = pad(ends.gather(1, before), (1, 0))
+    passes = pad(right & ~closed.gather(1, before), (1, 0), value=True)
+    alive = ~(tree.ancestors & ~passes[:, None]).any(dim=-1)
+    leaf = (tree.depths * alive).argmax(dim=1, keepdim=True)
+    on_path = tree.ancestors.gather(1, leaf[..., None].expand(-1, -1, alive.shape[1]))[:, 0]
+    return _Path(leaf, on_path, closed.gather(1, leaf), tree.depths.gather(1, leaf))
+
+
+def _together(chosen: torch.Tensor, over: torch.Tensor, draft: Draft) -> tuple[_Path, torch.Tensor]:
+    """How far rows in step go: as far as all of them, until all are over; and which are over then, `[rows, 1]`."""
+    num_rows = len(chosen)
+    right = (chosen[:, :-1] == draft.token_ids).all(dim=0, keepdim=True).expand(num_rows, -1)
+    closed = pad(over.all(dim=0, keepdim=True).expand(num_rows, -1), (1, -1))
+    path = _chain(right, closed)
+    return path, over.gather(1, path.num_committed[:, None] - 1)
+
+
+def _chain(right: torch.Tensor, closed: torch.Tensor) -> _Path:
+    """The path along a chain; `right` `[rows, nodes]`, `closed` `[rows, states]`."""
+    leaf = (right & ~closed[:, :-1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
+    on_path = torch.arange(closed.shape[1], device=leaf.device) <= leaf
+    return _Path(leaf, on_path, closed.gather(1, leaf), leaf)
+
+
+def _in_order(chosen: torch.Tensor, path: _Path, draft: Draft) -> torch.Tensor:
+    """The choices along a tree's path, one behind the other, `[rows, states]`; behind them anything."""
+    if draft.tree is None:
+        return chosen
+    num_states = chosen.shape[1]
+    where = torch.where(path.on_path, draft.tree.depths, num_states)
+    ordered = chosen.new_zeros(len(chosen), num_states + 1).scatter_(1, where, chosen)
+    return ordered[:, :num_states]
+
+
+def _has_children(leaf: torch.Tensor, draft: Draft) -> torch.Tensor:
+    """Whether something was proposed behind a state, `[rows, 1]`."""
+    if draft.tree is None:
+        return pad(draft.token_ids, (0, 1), value=-1).gather(1, leaf) >= 0
+    return ((draft.tree.parents[:, 1:] == leaf) & (draft.token_ids >= 0)).any(dim=1, keepdim=True)

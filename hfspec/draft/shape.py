@@ -1,0 +1,101 @@
+"""Drafts of single rows: whether they are what they should be, and made into one of all rows. Knows no source."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from hfspec.errors import DraftError
+from hfspec.rounds import Draft
+
+
+def check_row(draft: object, max_tokens: int, vocab_size: int, device: torch.device) -> None:
+    """Raise `DraftError` for anything that is not one row's draft of at most `max_tokens` tokens below `vocab_size`."""
+    if not isinstance(draft, Draft) or not isinstance(draft.token_ids, torch.Tensor):
+        raise DraftError(f"it proposed a {type(draft).__name__}, not an hfspec Draft of a tensor of token ids")
+    ids = draft.token_ids
+    if ids.dim() != 2 or ids.shape[0] != 1 or ids.dtype != torch.long:
+        raise DraftError(f"it proposed ids of shape {list(ids.shape)} and {ids.dtype}; [1, num_tokens] int64 is needed")
+    if ids.shape[1] > max_tokens:
+        raise DraftError(f"it proposed {ids.shape[1]} tokens where at most {max_tokens} were asked for")
+    if ids.device != device:
+        raise DraftError(f"it proposed ids on {ids.device}; the target's are on {device}")
+    if ids.numel() and not bool(((ids >= 0) & (ids < vocab_size)).all()):
+        raise DraftError(f"it proposed ids outside the target's vocabulary of {vocab_size}")
+    _check_confidences(draft.confidences, ids.shape[1])
+    _check_parents(draft.parents, ids)
+    if draft.probs is not None:
+        _check_probs(draft.probs, (1, ids.shape[1], vocab_size))
+
+
+def _check_confidences(confidences: Any, num_tokens: int) -> None:
+    if confidences is None:
+        return
+    if not isinstance(confidences, torch.Tensor) or not bool(confidences.isfinite().all()):
+        raise DraftError(f"its confidences {confidences} are not finite numbers")
+    if confidences.shape != (1, num_tokens):
+        raise DraftError(f"it proposed {num_tokens} tokens with {confidences.numel()} confidences")
+
+
+def _check_parents(parents: Any, ids: torch.Tensor) -> None:
+    if parents is None:
+        return
+    if not isinstance(parents, torch.Tensor) or parents.shape != ids.shape or parents.dtype != torch.long:
+        raise DraftError("its parents are no [1, num_tokens] int64 tensor: one index for each token, -1 for the root")
+    own = torch.arange(ids.shape[1], device=parents.device)
+    if not bool(((parents >= -1) & (parents < own)).all()):
+        raise DraftError("a node's parent must be -1 (the root) or a node before it")
+
+
+def _check_probs(probs: torch.Tensor, wanted: tuple[int, int, int]) -> None:
+    if tuple(probs.shape) != wanted:
+        raise DraftError(f"its probabilities have shape {list(probs.shape)}; {list(wanted)} is needed")
+    # A distribution that does not sum to 1, nan included, would bias what is accepted.
+    if not bool(((probs.sum(dim=-1) - 1).abs() < 1e-3).all() & (probs >= 0).all()):
+        raise DraftError("its probabilities are not a distribution: each row must be 0 or more and sum to 1")
+
+
+def joined(drafts: Sequence[Draft]) -> Draft:
+    """The rows' drafts `[1, n]` as one `[rows, most]`, those that are shorter filled up with nodes that are none."""
+    if len(drafts) == 1:
+        return drafts[0]
+    most = max(draft.num_tokens for draft in drafts)
+
+    def filled(values: Sequence[Any], value: float, like: Any) -> torch.Tensor | None:
+        """One tensor `[rows, most, …]` of the rows' own; rows without any get `like` of their length."""
+        if all(each is None for each in values):
+            return None
+        whole = [like(draft) if each is None else each for each, draft in zip(values, drafts, strict=True)]
+        behind = [(*(0, 0) * (each.dim() - 2), 0, most - each.shape[1]) for each in whole]
+        return torch.cat([pad(each, room, value=value) for each, room in zip(whole, behind, strict=True)])
+
+    token_ids = filled([draft.token_ids for draft in drafts], -1, None)
+    parents = filled([draft.parents for draft in drafts], -1, _chain_of)
+    probs = filled([draft.probs for draft in drafts], 0.0, _certain(drafts))
+    is_sure = all(draft.confidences is not None or not draft.num_tokens for draft in drafts)
+    confidences = filled([draft.confidences for draft in drafts], 0.0, _none_of) if is_sure else None
+    lengths = tuple(draft.num_tokens for draft in drafts)
+    if token_ids is None:
+        raise DraftError("no row has a draft")
+    return Draft(token_ids, parents, probs, confidences, lengths)
+
+
+def _chain_of(draft: Draft) -> torch.Tensor:
+    """The parents of a chain."""
+    return torch.arange(-1, draft.num_tokens - 1, device=draft.token_ids.device)[None]
+
+
+def _none_of(draft: Draft) -> torch.Tensor:
+    return torch.zeros(1, draft.num_tokens)
+
+
+def _certain(drafts: Sequence[Draft]) -> Any:
+    """For a row whose tokens were chosen, not drawn: distributions with all weight on them."""
+
+    def of(draft: Draft) -> torch.Tensor:
+        like = next(each.probs for each in drafts if each.probs is not None)
+        probs = like.new_zeros(1, draft.num_tokens, like.shape[2])
+        return probs.scatter_(2, draft.token_ids[..., None], 1.0)
+
+    return of
