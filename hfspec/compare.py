@@ -16,7 +16,7 @@ from hfspec.config import CALL_OPTIONS
 from hfspec.errors import ConfigError
 from hfspec.host import releases
 from hfspec.patch import is_patched, options_of
-from hfspec.sampling.noise import SeededNoise
+from hfspec.sampling.noise import BatchNoise
 
 #: Arguments that a run may change.
 _LEFT_CHANGED = (*releases.CACHE_KEYS, "logits_processor", "stopping_criteria", "encoder_outputs")
@@ -162,7 +162,7 @@ def _evidence(
     if _is_sampled(model, generate_kwargs):
         with torch.random.fork_rng(_cuda_devices(model)):
             torch.manual_seed(seed)
-            noise = SeededNoise().peek(again.scores[-1], position=index - num_prompt)
+            noise = BatchNoise(len(again.scores[-1])).share().peek(again.scores[-1], position=index - num_prompt)
         preference = preference - noise[row].double().log()
         config = generate_kwargs.get("generation_config") or model.generation_config
         temperature = generate_kwargs.get("temperature", config.temperature) or 1.0

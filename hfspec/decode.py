@@ -26,7 +26,7 @@ from hfspec.draft.guard import Guard
 from hfspec.host import caches, forwards
 from hfspec.host.prepared import Prepared
 from hfspec.host.verdicts import lockstep_reason, plain_reason
-from hfspec.sampling.noise import RowNoise, SeededNoise
+from hfspec.sampling.noise import BatchNoise, RowNoise
 from hfspec.verification.target import RaggedTarget, StateTarget, Target, UncachedTarget
 
 
@@ -87,12 +87,12 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
     if why is not None:
         call.metrics.lockstep_reasons[why] += 1
 
-    noise = SeededNoise()
+    noise = BatchNoise(prepared.num_rows)
     record = Record(prepared.generation_config, prepared.encoder_outputs)
-    noises = RowNoise.of_batch(noise, prepared.num_rows, runs_ahead=not has_one_transcript)
+    noises = [noise.share([row]) for row in range(prepared.num_rows)]
     if has_one_transcript:
         target = _target_in_step(prepared, cache)
-        transcripts = [Transcript(prepared, _rule(call.options, prepared, noise), record)]
+        transcripts = [Transcript(prepared, _rule(call.options, prepared, noise.share()), record)]
     else:
         target = RaggedTarget(prepared, cache)
         transcripts = [
@@ -154,7 +154,7 @@ def run_plain(
     return result
 
 
-def _rule(options: Options, prepared: Prepared, noise: SeededNoise | RowNoise) -> Rule:
+def _rule(options: Options, prepared: Prepared, noise: RowNoise) -> Rule:
     if not prepared.generation_config.do_sample:
         return Greedy()
     return Seeded(noise) if options.acceptance == "seeded" else Rejection()

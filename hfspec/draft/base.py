@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 from transformers.utils import ModelOutput
 
 from hfspec.rounds import Draft, Outcome, RoundBudget
-from hfspec.sampling.noise import SeededNoise
+from hfspec.sampling.noise import BatchNoise
 
 
 class Peek(Protocol):
@@ -48,7 +48,7 @@ class Context:
     device: torch.device
     selection: Literal["greedy", "seeded", "rejection"] = "greedy"
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    noise: Peek = field(default_factory=SeededNoise)
+    noise: Peek = field(default_factory=lambda: BatchNoise(1).share())
     prompt_mask: torch.Tensor | None = None
     row: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)

@@ -2,20 +2,20 @@
 
 `torch.multinomial(probs, 1)` is `argmax(probs / noise)` with `noise ~ Exp(1)` from the default
 generator of the device. Whoever knows the generator's state knows the noise of the positions to
-come: a draft source may look at it, and propose what the target is likely to pick (DESIGN §3B;
-Daliri et al. 2024, arXiv 2408.07978).
+come: a draft source may look at it, and propose what the target is likely to pick
+(Daliri et al. 2024, arXiv 2408.07978).
 """
 
+import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of a device's default generator."""
+    """The state of a device's default generator; it lies in the host's memory."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -42,168 +42,301 @@ def unmoved(device: torch.device) -> Iterator[None]:
                 _set_generator_state(each, state)
 
 
-#: Bytes of noise that are kept; other noise is drawn again from the saved states when it is needed.
-_MAX_BYTES = 64 << 20
+#: Bytes of noise that a call may keep on any machine: 436 rows of a vocabulary of 150,000.
+_LEAST_BYTES = 256 << 20
+#: Where there is more memory to spare, a call may keep this part of it.
+_PART_OF_SPARE = 8
 #: Between two calls that draw from one generator, in several threads.
 _lock = threading.Lock()
 
 
-class SeededNoise:
-    """The default generator of one device, with a look at what it will give.
+def _spare_bytes(device: torch.device) -> int:
+    """Memory that nobody uses: of a device what is free, of the host half of all it has."""
+    if device.type != "cpu":
+        info = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return 0 if info is None else int(info(device)[0])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):  # not every system counts so
+        return 0
 
-    Draws are counted from the beginning of the call. Looking ahead uses a private generator in the same
-    state; the default one moves by exactly the draws that are made. If other code draws in between, what
-    was seen ahead is stale and is dropped: the result is still vanilla's.
+
+class BatchNoise:
+    """The noise of all draws of a call over `num_rows` rows, each of which comes to a draw at its own pace.
+
+    Draws are counted from the call's beginning. A draw is one `[num_rows, vocab]` tensor for the whole batch,
+    rows that have ended included, as in vanilla. The default generator moves on with the row that is furthest;
+    what is ahead of it is seen by a private generator. If other code draws in between, what was seen ahead is
+    stale and is dropped: the result is still vanilla's.
+
+    Of each draw those rows are kept that have not come to it. Beyond a bound (`_LEAST_BYTES`, or a part of the
+    memory to spare) what is needed last is let go, and drawn again from the generator's saved state.
     """
 
-    def __init__(self) -> None:
-        self._num_made = 0
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._made = [0] * num_rows  # draws of each row
+        self._at_work = dict.fromkeys(range(num_rows))  # rows that will draw; a set that keeps its order
+        self._num_made = 0  # draws that the default generator has made
+        self._num_seen = 0
+        self._first = 0  # the first draw that some row at work has not made
         self._states: dict[int, torch.Tensor] = {}  # the generator's, before the draw of that number
-        self._noise: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._kept: list[dict[int, torch.Tensor]] = [{} for _ in range(num_rows)]  # of each row, by draw: `[vocab]`
+        self._whole: dict[int, torch.Tensor] = {}  # draws whose rows still lie in one tensor
+        self._num_kept = 0  # rows of noise in memory
+        self._most_bytes: int | None = None
+        self._kind = (0, torch.float32, torch.device("cpu"))  # of the noise: vocabulary, dtype, device
         self._private: torch.Generator | None = None
 
-    def peek(self, like: torch.Tensor, position: int) -> torch.Tensor:
-        """Noise of the `position`-th (0, 1, …) draw from now, shaped as `like` `[batch, vocab]`."""
-        return self.at(like, self._num_made + position)
+    def share(self, rows: Sequence[int] | None = None) -> "RowNoise":
+        """The noise of these rows (of all), for whoever knows no others."""
+        return RowNoise(self, list(range(self._num_rows)) if rows is None else list(rows))
 
-    def multinomial(self, probs: torch.Tensor) -> torch.Tensor:
-        """What `torch.multinomial(probs, 1).squeeze(1)` returns, leaving the generator as it would.
+    def peek(self, rows: Sequence[int], position: int, like: torch.Tensor) -> torch.Tensor:
+        """Noise of the `position`-th (0, 1, …) draw from where each of the rows stands: `[len(rows), vocab]`.
+
+        A draft that looks at position 0 first sees noise as new as can be; later positions follow from that.
 
         Args:
-            probs: `[batch, vocab]`, float32.
+            like: its last dimension, dtype and device are the noise's.
+        """
+        self._fit(like)
+        self._refresh(rows, position, is_new=position == 0)
+        return self._noise_of(rows, [self._made[row] + position for row in rows])
+
+    def ahead(self, rows: Sequence[int], count: int | Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Noise of the next `count` draws of each of the rows: `[len(rows), count, vocab]`.
+
+        The generator is looked at once, and nothing waits for the device.
+
+        Args:
+            count: for all rows, or one each; behind a row's own count there are ones.
+            like: its last dimension, dtype and device are the noise's.
+        """
+        counts = [count] * len(rows) if isinstance(count, int) else list(count)
+        most = max(counts)
+        self._fit(like)
+        self._refresh(rows, most - 1, is_new=True)
+        if len({self._made[row] for row in rows}) == 1 and min(counts) == most:
+            first = self._made[rows[0]]
+            noise = [self._noise_of(rows, [number] * len(rows)) for number in range(first, first + most)]
+            return noise[0][:, None] if most == 1 else torch.stack(noise, dim=1)
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        # By draws, not by rows: one that must be drawn again serves every row that asks.
+        wanted = [
+            (self._made[row] + index, row) for row, each in zip(rows, counts, strict=True) for index in range(each)
+        ]
+        for number in sorted({number for number, _ in wanted}):
+            asking = [row for each, row in wanted if each == number]
+            found |= zip(((row, number) for row in asking), self._each(asking, number), strict=True)
+        nothing = torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
+        flat = [found.get((row, self._made[row] + index), nothing) for row in rows for index in range(most)]
+        return torch.stack(flat).view(len(rows), most, -1)
+
+    def advance(self, rows: Sequence[int], nums: Sequence[int]) -> bool:
+        """Say that the rows have made so many draws, of those that `ahead` showed; the generator moves on with them.
 
         Returns:
-            Token ids `[batch]`.
+            Whether it holds. Not if other code, in another thread, has drawn since `ahead`: then nothing has
+            happened, what was chosen is not vanilla's, and `ahead` shows other noise.
         """
-        is_seen = self._num_made in self._noise
-        # The sum is finite unless a probability is nan or inf; then vanilla's own error is wanted.
-        if not is_seen or not bool(probs.sum().isfinite()):
-            self._forget_ahead()
-            return torch.multinomial(probs, num_samples=1).squeeze(1)
-        noise = self.make(probs, self._num_made)
-        self.forget_before(self._num_made)
-        return (probs / noise).argmax(dim=-1)
+        furthest = max(self._made[row] + num for row, num in zip(rows, nums, strict=True))
+        if furthest > self._num_made:
+            with _lock:
+                if not torch.equal(self._states[self._num_made], generator_state(self._device)):
+                    self._forget_ahead()
+                    return False
+                self._move(furthest)
+        self._pass(rows, nums)
+        return True
 
-    def end(self) -> None:
-        """Nothing more will be drawn; there is nothing to do."""
+    def multinomial(self, probs: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """What these rows of the batch's next draw give for `probs` `[len(rows), vocab]` (float32): ids `[len(rows)]`.
 
-    def at(self, like: torch.Tensor, number: int) -> torch.Tensor:
-        """Noise of the draw of that number, made or not, shaped as `like` `[batch, vocab]`."""
-        self._drop_stale(like)
-        nearest = number if number in self._states else max(each for each in self._states if each < number)
-        for each in range(nearest, number):
-            self._draw(like, each)
-        noise = self._noise.get(number)
-        return noise if noise is not None else self._draw(like, number)
-
-    def make(self, like: torch.Tensor, number: int) -> torch.Tensor:
-        """The same, and make the draw if nobody has: the generator moves on by it.
-
-        Args:
-            number: of a draw that was made, or of the next one.
+        With all rows in step that is `torch.multinomial(probs, 1).squeeze(1)`. The rows have then made the draw.
         """
-        if number < self._num_made:
-            return self.at(like, number)
+        self._fit(probs)
+        furthest = max(self._made[row] for row in rows)
+        is_unseen = furthest == self._num_made and self._num_made >= self._num_seen
+        is_whole = len(rows) == self._num_rows and min(self._made[row] for row in rows) == furthest
         with _lock:
-            noise = self.at(like, number)
-            self._num_made = number + 1
-            _set_generator_state(like.device, self._states[number + 1])
-        return noise
+            if is_unseen and is_whole:
+                self._forget_ahead()
+                drawn = torch.multinomial(probs, num_samples=1).squeeze(1)
+                self._num_made += 1
+                self._num_seen = self._num_made
+            else:
+                # The sum is finite unless a probability is nan or inf; then vanilla's own error is wanted.
+                if not bool(probs.sum().isfinite()):
+                    return torch.multinomial(probs, num_samples=1).squeeze(1)
+                self._refresh(rows, 0, is_new=True)
+                drawn = (probs / self._noise_of(rows, [self._made[row] for row in rows])).argmax(dim=-1)
+                if furthest == self._num_made:
+                    self._move(furthest + 1)
+        self._pass(rows, [1] * len(rows))
+        return drawn
 
-    def _draw(self, like: torch.Tensor, number: int) -> torch.Tensor:
-        """Draw the noise of a number whose state is known, and learn the state after it."""
-        if self._private is None:
-            self._private = torch.Generator(like.device)
-        self._private.set_state(self._states[number])
-        noise = torch.empty(like.shape, dtype=like.dtype, device=like.device).exponential_(1, generator=self._private)
-        self._states.setdefault(number + 1, self._private.get_state())
-        self._noise[number] = noise
-        while len(self._noise) > max(2, _MAX_BYTES // (noise.nbytes + 1)):
-            self._noise.popitem(last=False)
-        return noise
+    def end(self, row: int) -> None:
+        """The row draws no more, so that nothing is kept for it."""
+        self._at_work.pop(row, None)
+        for number in list(self._kept[row]):
+            self._drop(row, number)
+        self._forget_passed()
 
-    def _drop_stale(self, like: torch.Tensor) -> None:
-        """Forget what was seen ahead if the generator is not where it was left, or was asked for other shapes."""
-        now = generator_state(like.device)
-        shown = self._noise.get(self._num_made)
-        is_other = shown is not None and (shown.shape, shown.dtype, shown.device) != (
-            like.shape,
-            like.dtype,
-            like.device,
-        )
-        if is_other or not torch.equal(self._states.get(self._num_made, now), now):
+    # What is known
+
+    @property
+    def _device(self) -> torch.device:
+        return self._kind[2]
+
+    def _fit(self, like: torch.Tensor) -> None:
+        """Forget noise of another vocabulary, dtype or device."""
+        kind = (like.shape[-1], like.dtype, like.device)
+        if kind == self._kind:
+            return
+        for row, kept in enumerate(self._kept):
+            for number in list(kept):
+                self._drop(row, number)
+        self._forget_ahead()
+        self._kind, self._private, self._most_bytes = kind, None, None
+
+    def _refresh(self, rows: Sequence[int], position: int, is_new: bool) -> None:
+        """Forget what was seen ahead if the generator is not where it was left, and any row gets that far."""
+        if max(self._made[row] for row in rows) + position < self._num_made:
+            return
+        known = self._states.get(self._num_made)
+        if known is not None and not is_new:
+            return
+        now = generator_state(self._device)
+        if known is None or not torch.equal(known, now):
             self._forget_ahead()
-        self._states.setdefault(self._num_made, now)
+            self._states[self._num_made] = now
+
+    def _noise_of(self, rows: Sequence[int], numbers: Sequence[int]) -> torch.Tensor:
+        """Of each of the rows the noise of a draw, `[len(rows), vocab]`."""
+        if len(set(numbers)) > 1:
+            pairs = zip(rows, numbers, strict=True)
+            return torch.stack([self._each([row], number)[0] for row, number in pairs])
+        each = self._each(rows, numbers[0])
+        whole = self._whole.get(numbers[0])
+        if whole is not None and list(rows) == list(range(self._num_rows)):
+            return whole
+        return each[0][None] if len(each) == 1 else torch.stack(each)
+
+    def _each(self, rows: Sequence[int], number: int) -> list[torch.Tensor]:
+        """Of each of the rows the noise of that draw, `[vocab]`."""
+        nearest = number if number in self._states else max(each for each in self._states if each < number)
+        for between in range(nearest, number):
+            self._draw(between)
+        if all(number in self._kept[row] for row in rows):
+            return [self._kept[row][number] for row in rows]
+        noise = self._draw(number)
+        return [noise[row] for row in rows]
+
+    def _draw(self, number: int) -> torch.Tensor:
+        """Draw the noise `[num_rows, vocab]` of a number whose state is known, and learn the state after it."""
+        vocab_size, dtype, device = self._kind
+        if self._private is None:
+            self._private = torch.Generator(device)
+        self._private.set_state(self._states[number])
+        noise = torch.empty(self._num_rows, vocab_size, dtype=dtype, device=device)
+        noise.exponential_(1, generator=self._private)
+        if number + 1 not in self._states:
+            self._states[number + 1] = self._private.get_state()
+        self._num_seen = max(self._num_seen, number + 1)
+        self._keep(number, noise)
+        return noise
+
+    # What is kept
+
+    def _keep(self, number: int, noise: torch.Tensor) -> None:
+        """Keep the rows that are still to come to the draw and have lost it, or not had it."""
+        lacking = [row for row in self._at_work if self._made[row] <= number and number not in self._kept[row]]
+        if 2 * len(lacking) > self._num_rows and not any(number in kept for kept in self._kept):
+            self._whole[number] = noise
+            self._num_kept += self._num_rows
+        else:
+            self._num_kept += len(lacking)
+        for row in lacking:
+            self._kept[row][number] = noise[row] if number in self._whole else noise[row].clone()
+        self._shrink(noise[0].nbytes)
+
+    def _shrink(self, row_bytes: int) -> None:
+        """Let go of what is needed last, which is far ahead of a row that is far behind, until few enough are kept."""
+        if self._num_kept * row_bytes <= _LEAST_BYTES:
+            return
+        if self._most_bytes is None:
+            self._most_bytes = max(_LEAST_BYTES, _spare_bytes(self._device) // _PART_OF_SPARE)
+        most = max(2 * self._num_rows, self._most_bytes // max(1, row_bytes))
+        while self._num_kept > most:
+            last = {row: next(reversed(kept)) for row, kept in enumerate(self._kept) if kept}
+            row = max(last, key=lambda each: last[each] - self._made[each])
+            self._split(last[row])
+            self._drop(row, last[row])
+
+    def _drop(self, row: int, number: int) -> None:
+        """Let go of a row's noise; a draw that half of the rows have let go is kept by rows from then on."""
+        if self._kept[row].pop(number, None) is None:
+            return
+        if number not in self._whole:
+            self._num_kept -= 1
+        elif 2 * sum(number in kept for kept in self._kept) <= self._num_rows:
+            self._split(number)
+
+    def _split(self, number: int) -> None:
+        """Keep a draw by rows, so that each can be let go by itself."""
+        if self._whole.pop(number, None) is None:
+            return
+        behind = [kept for kept in self._kept if number in kept]
+        for kept in behind:
+            kept[number] = kept[number].clone()
+        self._num_kept += len(behind) - self._num_rows
+
+    # How far rows and generator are
+
+    def _move(self, num_made: int) -> None:
+        """Let the default generator make draws that were seen."""
+        _set_generator_state(self._device, self._states[num_made])
+        self._num_made = num_made
+
+    def _pass(self, rows: Sequence[int], nums: Sequence[int]) -> None:
+        """The rows have made so many draws: let go of them."""
+        for row, num in zip(rows, nums, strict=True):
+            for number in range(self._made[row], self._made[row] + num):
+                self._drop(row, number)
+            self._made[row] += num
+        self._forget_passed()
+
+    def _forget_passed(self) -> None:
+        first = min((self._made[row] for row in self._at_work), default=self._num_made)
+        for number in range(self._first, first):
+            self._states.pop(number, None)
+        self._first = max(self._first, first)
 
     def _forget_ahead(self) -> None:
-        for kept in (self._states, self._noise):
-            for number in [each for each in kept if each >= self._num_made]:
-                del kept[number]
-
-    def forget_before(self, number: int) -> None:
-        """Noise of draws before that number is not wanted any more."""
-        for kept in (self._states, self._noise):
-            for old in [each for each in kept if each < number]:
-                del kept[old]
+        for number in range(self._num_made, self._num_seen + 1):
+            self._states.pop(number, None)
+            for row in range(self._num_rows):
+                self._drop(row, number)
+        self._num_seen = self._num_made
 
 
 class RowNoise:
-    """One row's share of the noise that is drawn for a whole batch at once; made by `of_batch`.
+    """The noise of some rows of a batch, which are in step; made by `BatchNoise.share`."""
 
-    Args:
-        noise: the batch's.
-        row: which row this is.
-        num_drawn: of every row, how many tokens it has drawn; `None` once it draws no more. The rows share it.
-        runs_ahead: whether the row draws at its own pace, the generator moving on with the row that is furthest.
-            Otherwise draws are made for the whole batch, and rows only peek.
-    """
-
-    def __init__(self, noise: SeededNoise, row: int, num_drawn: list[int | None], runs_ahead: bool) -> None:
+    def __init__(self, noise: BatchNoise, rows: list[int]) -> None:
         self._noise = noise
-        self._row = row
-        self._num_drawn_of = num_drawn
-        self._runs_ahead = runs_ahead
-
-    @classmethod
-    def of_batch(cls, noise: SeededNoise, num_rows: int, runs_ahead: bool) -> list["RowNoise"]:
-        """The shares of all rows."""
-        num_drawn: list[int | None] = [0] * num_rows
-        return [cls(noise, row, num_drawn, runs_ahead) for row in range(num_rows)]
-
-    @property
-    def _num_rows(self) -> int:
-        return len(self._num_drawn_of)
-
-    @property
-    def _num_drawn(self) -> int:
-        return self._num_drawn_of[self._row] or 0
+        self._rows = rows
 
     def peek(self, like: torch.Tensor, position: int) -> torch.Tensor:
-        """This row's noise, `[1, vocab]`, of the `position`-th draw from where the row is."""
-        batch = like.expand(self._num_rows, -1)
-        if not self._runs_ahead:
-            return self._mine(self._noise.peek(batch, position))
-        return self._mine(self._noise.at(batch, self._num_drawn + position))
+        """Noise of the `position`-th (0, 1, …) draw from where the rows stand: `[rows, vocab]`."""
+        return self._noise.peek(self._rows, position, like)
 
     def multinomial(self, probs: torch.Tensor) -> torch.Tensor:
-        """What this row of the batch's draw gives for `probs` `[1, vocab]`: a token id `[1]`."""
-        if not bool(probs.sum().isfinite()):
-            return torch.multinomial(probs, num_samples=1).squeeze(1)  # for vanilla's own error
-        noise = self._mine(self._noise.make(probs.expand(self._num_rows, -1), self._num_drawn))
-        self._move_to(self._num_drawn + 1)
-        return (probs / noise).argmax(dim=-1)
+        """What the rows' next draw gives for `probs` `[rows, vocab]`: token ids `[rows]`."""
+        return self._noise.multinomial(probs, self._rows)
 
     def end(self) -> None:
-        """The row draws no more, so that nothing is kept for it."""
-        if self._runs_ahead:
-            self._move_to(None)
-
-    def _move_to(self, num_drawn: int | None) -> None:
-        """Go on, and let go of the noise that every row has passed."""
-        self._num_drawn_of[self._row] = num_drawn
-        at_work = [each for each in self._num_drawn_of if each is not None]
-        if at_work:
-            self._noise.forget_before(min(at_work))
-
-    def _mine(self, noise: torch.Tensor) -> torch.Tensor:
-        return noise[self._row : self._row + 1]
+        """The rows draw no more."""
+        for row in self._rows:
+            self._noise.end(row)
