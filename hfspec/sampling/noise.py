@@ -252,7 +252,7 @@ class BatchNoise:
     def _keep(self, number: int, noise: torch.Tensor) -> None:
         """Keep the rows that are still to come to the draw and have lost it, or not had it."""
         lacking = [row for row in self._at_work if self._made[row] <= number and number not in self._kept[row]]
-        if 2 * len(lacking) > self._num_rows:
+        if 2 * len(lacking) > self._num_rows and not any(number in kept for kept in self._kept):
             self._whole[number] = noise
             self._num_kept += self._num_rows
         else:

@@ -13,7 +13,7 @@ from hfspec.accept.walk import Transcript, walk
 from hfspec.host import releases
 from hfspec.host.prepared import Prepared
 from hfspec.rounds import Outcome, Verified
-from hfspec.sampling.noise import SeededNoise
+from hfspec.sampling.noise import BatchNoise
 from tests.models import PAD, rows, shared
 
 VOCAB = 10
@@ -136,7 +136,7 @@ def test_a_rule_is_shown_all_rows_proposals():
     assert rule.seen == [[4, 7], [5, 8], None]
 
 
-@pytest.mark.parametrize("rule", [Greedy(), Seeded(SeededNoise())], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("rule", [Greedy(), Seeded(BatchNoise(2).share())], ids=["greedy", "seeded"])
 def test_the_proposal_changes_nothing_for_exact_rules(rule):
     """Greedy and seeded choose the same tokens whatever was proposed."""
     scores = torch.randn(2, VOCAB)
@@ -151,7 +151,7 @@ def test_rules_return_one_id_a_row():
     """`[rows]` int64, accepted or not."""
     for num_rows in (1, 3):
         scores = torch.randn(num_rows, VOCAB)
-        for rule in (Greedy(), Seeded(SeededNoise()), Rejection()):
+        for rule in (Greedy(), Seeded(BatchNoise(num_rows).share()), Rejection()):
             for proposals in (None, [Proposal(3)] * num_rows):
                 chosen = rule.choose(scores, proposals)
                 assert (chosen.shape, chosen.dtype) == ((num_rows,), torch.long)

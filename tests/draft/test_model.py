@@ -6,7 +6,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from hfspec import Context, DraftError, Outcome, RoundBudget
 from hfspec.draft.model import ModelDraft
-from hfspec.sampling.noise import SeededNoise
+from hfspec.sampling.noise import BatchNoise
 from tests.models import SUPPORTED, VOCAB, build, plain_text, prompt, rows, shared
 
 TEXT_MODELS = (*SUPPORTED, "mistral")
@@ -83,7 +83,7 @@ def test_a_drawn_draft_hands_over_the_law_it_was_drawn_from(top_k):
 
 def test_a_seeded_draft_foretells_the_draws():
     """With the target's law it proposes what `torch.multinomial` will draw, and draws nothing itself."""
-    noise = SeededNoise()
+    noise = BatchNoise(1).share()
     state = torch.get_rng_state()
     draft = propose(session(shared(), "seeded", noise=noise), prompt(), 4)
     assert torch.equal(torch.get_rng_state(), state)
