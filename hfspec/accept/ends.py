@@ -25,8 +25,13 @@ class Ends:
         """Whether all texts are long enough for `of`, which looks at a window of one width."""
         return min(self._texts.lengths) >= max((each.maximum_token_len for each in self._stops), default=0)
 
-    def of(self, chosen: torch.Tensor, draft: Draft) -> torch.Tensor:
-        """Whether the text ends with a state's choice; `chosen` and the result are `[rows, states]`."""
+    def of(self, chosen: torch.Tensor, draft: Draft) -> torch.Tensor | None:
+        """Whether the text ends with a state's choice; `chosen` and the result are `[rows, states]`.
+
+        `None` if only its length can end it.
+        """
+        if not self._eos and not self._stops:
+            return None
         ended = torch.zeros_like(chosen, dtype=torch.bool)
         for eos in self._eos:
             ended |= torch.isin(chosen, eos.to(chosen.device))

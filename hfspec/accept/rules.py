@@ -59,14 +59,17 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def choose_all(self, scores: torch.Tensor, draft: Draft, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_all(
+        self, scores: torch.Tensor, draft: Draft, rows: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Choose in every state from `scores` `[rows, states, vocab]` (float32, processed).
 
         Args:
             rows: which rows of the batch these are.
 
         Returns:
-            The choices `[rows, states]`, and whether vanilla would raise an error there, `[rows, states]` bool.
+            The choices `[rows, states]`, and whether vanilla would raise an error there, `[rows, states]` bool
+            (`None`: nowhere).
         """
 
     def commit(self, rows: Sequence[int], counts: Sequence[int]) -> bool:
@@ -90,10 +93,11 @@ class Greedy(Rule):
         """Choose the likeliest."""
         return scores.argmax(dim=-1)
 
-    def choose_all(self, scores: torch.Tensor, draft: Draft, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_all(
+        self, scores: torch.Tensor, draft: Draft, rows: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Choose the likeliest everywhere."""
-        chosen = scores.argmax(dim=-1)
-        return chosen, torch.zeros_like(chosen, dtype=torch.bool)
+        return scores.argmax(dim=-1), None
 
 
 class Seeded(Rule):
@@ -111,7 +115,9 @@ class Seeded(Rule):
         """Draw as vanilla draws."""
         return self._noise.multinomial(scores.softmax(dim=-1), rows)
 
-    def choose_all(self, scores: torch.Tensor, draft: Draft, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_all(
+        self, scores: torch.Tensor, draft: Draft, rows: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draw in every state as vanilla would, were the text to come there."""
         probs = scores.softmax(dim=-1)
         # The sum is finite unless a probability is nan or inf.
@@ -149,7 +155,9 @@ class Rejection(Rule):
             return torch.multinomial(target_probs, num_samples=1).squeeze(1)
         return torch.cat([self._judge(probs[None], each) for probs, each in zip(target_probs, proposals, strict=True)])
 
-    def choose_all(self, scores: torch.Tensor, draft: Draft, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_all(
+        self, scores: torch.Tensor, draft: Draft, rows: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Judge node by node along the way; what is chosen off the path means nothing."""
         target_probs = scores.softmax(dim=-1)
         num_rows, num_states, _ = scores.shape

@@ -16,7 +16,7 @@ from hfspec.accept.processing import Processing
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Greedy, Rule
 from hfspec.accept.walk import Walk
-from hfspec.rounds import Draft, Outcome, Outcomes, Verified
+from hfspec.rounds import Draft, Outcome, Outcomes, Tree, Verified
 from hfspec.texts import Texts
 
 #: Scores that are worked on at once, of all rows together: more would take much memory for moments.
@@ -29,20 +29,22 @@ class _Path:
 
     Attributes:
         leaf: `[rows, 1]`, the last accepted state.
-        on_path: `[rows, states]`, the states up to there.
-        is_closed: `[rows, 1]`, whether the leaf itself has ended the text, so that nothing is chosen behind it.
         depth: `[rows, 1]`, accepted tokens.
+        on_path: `[rows, states]`, the states up to there.
+        is_closed: `[rows, 1]`, whether the leaf itself has ended the text, so that nothing is chosen behind it; `None`
+            if nothing ends a text but its length.
     """
 
     leaf: torch.Tensor
-    on_path: torch.Tensor
-    is_closed: torch.Tensor
     depth: torch.Tensor
+    on_path: torch.Tensor
+    is_closed: torch.Tensor | None
 
     @property
     def num_committed(self) -> torch.Tensor:
         """Tokens a row, `[rows]`."""
-        return (self.depth + 1 - self.is_closed.long())[:, 0]
+        committed = self.depth + 1
+        return (committed if self.is_closed is None else committed - self.is_closed.long())[:, 0]
 
 
 class Vectorised:
@@ -87,20 +89,28 @@ class Vectorised:
             return self._by_walking(draft, verified)
         chosen, is_bad, scores = self._choose(draft, verified)
         ends = self._ends.of(chosen, draft)
+        has_ended = None
         if self._is_in_step:
             chosen, ends = self._padded(chosen, ends)
             path, has_ended = _together(chosen, ends, draft)
         else:
             path = _each(chosen, ends, draft)
-            has_ended = path.is_closed | ends.gather(1, path.leaf)
-        tokens = chosen if draft.tree is None else _in_order(chosen, path, draft)
-        is_bad = (is_bad & path.on_path).any(dim=1, keepdim=True)
-        is_judged = _has_children(path.leaf, draft) & ~path.is_closed
-        flags = torch.cat([path.is_closed, has_ended, is_judged, is_bad, path.on_path], dim=1)
-        read = torch.cat([flags.to(tokens), tokens], dim=1).tolist()  # the round's one wait
-        if any(row[3] for row in read):
+            if ends is not None and path.is_closed is not None:
+                has_ended = path.is_closed | ends.gather(1, path.leaf)
+        tokens = chosen if draft.tree is None else _in_order(chosen, path, draft.tree)
+        read = _on_host(  # the round's one wait
+            leaf=path.leaf,
+            is_closed=path.is_closed,
+            has_ended=has_ended,
+            is_bad=None if is_bad is None else (is_bad & path.on_path).any(dim=1, keepdim=True),
+            has_children=None if draft.tree is None else _has_children(path.leaf, draft.tree, draft),
+            on_path=None if draft.tree is None else path.on_path,
+            tokens=tokens,
+        )
+        if any(row.get("is_bad", [0])[0] for row in read):
             return self._by_walking(draft, verified)
-        outcomes = Outcomes(tuple(self._outcome(row, read[row]) for row in range(len(read))), path.num_committed)
+        verdicts = [self._outcome(row, each, draft.lengths[row]) for row, each in enumerate(read)]
+        outcomes = Outcomes(tuple(verdicts), path.num_committed)
         settled = self._agreed(outcomes)
         if settled is None:  # another thread has drawn meanwhile
             return self.settle(draft, verified)
@@ -114,43 +124,46 @@ class Vectorised:
         self._over = None
         return self._walk.settle(draft, verified)
 
-    def _choose(self, draft: Draft, verified: Verified) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Choices and faults `[rows, states]`, and scores and raw logits where the user wants them."""
+    def _choose(self, draft: Draft, verified: Verified) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """Choices and faults (if any can be) `[rows, states]`, and scores and raw logits where the user wants them."""
         logits, device, rows = verified.logits, self._texts.device, self._texts.rows
         if type(self._rule) is Greedy and self._processing.is_empty and not self._record.wants_scores:
-            chosen = logits.argmax(dim=-1).to(device)  # the same in any dtype
-            return chosen, torch.zeros_like(chosen, dtype=torch.bool), None
+            return logits.argmax(dim=-1).to(device), None, None  # the same in any dtype
         # A copy in float32, as vanilla's: processors may write into it.
         logits = logits.to(copy=True, dtype=torch.float32, device=device)
         scores = self._processing(logits, draft)
         if scores.numel() <= _MAX_SCORES or len(rows) == 1 or type(self._rule) is Greedy:
             chosen, is_bad = self._rule.choose_all(scores, draft, rows)
-        else:
+        else:  # row by row
             parts = [
                 self._rule.choose_all(scores[row : row + 1], draft.of_row(row), rows[row : row + 1])
                 for row in range(len(rows))
             ]
-            chosen, is_bad = (torch.cat(part) for part in zip(*parts, strict=True))
+            chosen = torch.cat([part[0] for part in parts])
+            is_bad = torch.cat([part[1] for part in parts if part[1] is not None])
         return chosen, is_bad, (scores, logits) if self._record.wants_scores else None
 
-    def _padded(self, chosen: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _padded(self, chosen: torch.Tensor, ends: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """What rows in step get, padding behind their ends included, and in which states they are over by then."""
         if self._over is None:
             self._over = torch.tensor(self._texts.has_ended, device=chosen.device)[:, None]
+        ends = torch.zeros_like(chosen, dtype=torch.bool) if ends is None else ends
         over = torch.cat([self._over, ends], dim=1).long().cummax(dim=1).values.bool()
         if self._pad_id is not None:
             chosen = chosen.masked_fill(over[:, :-1], self._pad_id)
         return chosen, over[:, 1:]
 
-    def _outcome(self, row: int, read: list[int]) -> Outcome:
-        """One row's verdict, of what was read: four flags, the states on the path, the tokens in order."""
-        num_states = (len(read) - 4) // 2
-        is_closed, has_ended, is_judged = map(bool, read[:3])
-        path = tuple(state - 1 for state in range(1, num_states) if read[4 + state])
-        num_committed = len(path) + (not is_closed)
-        tokens = tuple(read[4 + num_states : 4 + num_states + num_committed])
-        is_full = self._ends.is_full(self._texts.lengths[row] + num_committed)
-        return Outcome(len(path) + is_judged, path, tokens, has_ended or is_full)
+    def _outcome(self, row: int, read: dict[str, list[int]], num_nodes: int) -> Outcome:
+        """One row's verdict, of what was read of it."""
+        is_closed = bool(read.get("is_closed", [0])[0])
+        if "on_path" in read:
+            path = tuple(state - 1 for state, is_on in enumerate(read["on_path"]) if is_on and state)
+            has_children = bool(read["has_children"][0])
+        else:
+            path, has_children = tuple(range(read["leaf"][0])), read["leaf"][0] < num_nodes
+        tokens = tuple(read["tokens"][: len(path) + (not is_closed)])
+        has_ended = bool(read.get("has_ended", [0])[0]) or self._ends.is_full(self._texts.lengths[row] + len(tokens))
+        return Outcome(len(path) + (has_children and not is_closed), path, tokens, has_ended)
 
     def _agreed(self, outcomes: Outcomes) -> Outcomes | None:
         """Make the draws and tell the streamer; what is left of the outcomes where either stops, `None` if nothing."""
@@ -181,21 +194,33 @@ class Vectorised:
         self._texts.grow(tokens, outcomes)
 
 
-def _each(chosen: torch.Tensor, ends: torch.Tensor, draft: Draft) -> _Path:
+def _on_host(**parts: torch.Tensor | None) -> list[dict[str, list[int]]]:
+    """Tensors `[rows, n]` in one copy: of each row, by name, its numbers; what is `None` is left out."""
+    known = {name: part for name, part in parts.items() if part is not None}
+    ends, end = {}, 0
+    for name, part in known.items():
+        ends[name] = (end, end + part.shape[1])
+        end += part.shape[1]
+    whole = torch.cat([part.long() for part in known.values()], dim=1).tolist()
+    return [{name: row[first:last] for name, (first, last) in ends.items()} for row in whole]
+
+
+def _each(chosen: torch.Tensor, ends: torch.Tensor | None, draft: Draft) -> _Path:
     """How far each row goes: along nodes that were chosen, until the text ends; `chosen`, `ends` `[rows, states]`."""
     tree = draft.tree
     if tree is None:
-        right = chosen[:, :-1] == draft.token_ids
-        closed = pad(ends, (1, -1))  # by the token that leads to a state
-        return _chain(right, closed)
+        closed = None if ends is None else pad(ends, (1, -1))  # by the token that leads to a state
+        return _chain(chosen[:, :-1] == draft.token_ids, closed)
     before = tree.parents[:, 1:]
-    right = chosen.gather(1, before) == draft.token_ids
-    closed = pad(ends.gather(1, before), (1, 0))
-    passes = pad(right & ~closed.gather(1, before), (1, 0), value=True)
-    alive = ~(tree.ancestors & ~passes[:, None]).any(dim=-1)
+    passes = chosen.gather(1, before) == draft.token_ids
+    closed = None
+    if ends is not None:
+        closed = pad(ends.gather(1, before), (1, 0))
+        passes = passes & ~closed.gather(1, before)
+    alive = ~(tree.ancestors & ~pad(passes, (1, 0), value=True)[:, None]).any(dim=-1)
     leaf = (tree.depths * alive).argmax(dim=1, keepdim=True)
     on_path = tree.ancestors.gather(1, leaf[..., None].expand(-1, -1, alive.shape[1]))[:, 0]
-    return _Path(leaf, on_path, closed.gather(1, leaf), tree.depths.gather(1, leaf))
+    return _Path(leaf, tree.depths.gather(1, leaf), on_path, None if closed is None else closed.gather(1, leaf))
 
 
 def _together(chosen: torch.Tensor, over: torch.Tensor, draft: Draft) -> tuple[_Path, torch.Tensor]:
@@ -207,25 +232,22 @@ def _together(chosen: torch.Tensor, over: torch.Tensor, draft: Draft) -> tuple[_
     return path, over.gather(1, path.num_committed[:, None] - 1)
 
 
-def _chain(right: torch.Tensor, closed: torch.Tensor) -> _Path:
+def _chain(right: torch.Tensor, closed: torch.Tensor | None) -> _Path:
     """The path along a chain; `right` `[rows, nodes]`, `closed` `[rows, states]`."""
-    leaf = (right & ~closed[:, :-1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
-    on_path = torch.arange(closed.shape[1], device=leaf.device) <= leaf
-    return _Path(leaf, on_path, closed.gather(1, leaf), leaf)
+    passes = right if closed is None else right & ~closed[:, :-1]
+    leaf = passes.long().cumprod(dim=1).sum(dim=1, keepdim=True)
+    on_path = torch.arange(right.shape[1] + 1, device=leaf.device) <= leaf
+    return _Path(leaf, leaf, on_path, None if closed is None else closed.gather(1, leaf))
 
 
-def _in_order(chosen: torch.Tensor, path: _Path, draft: Draft) -> torch.Tensor:
+def _in_order(chosen: torch.Tensor, path: _Path, tree: Tree) -> torch.Tensor:
     """The choices along a tree's path, one behind the other, `[rows, states]`; behind them anything."""
-    if draft.tree is None:
-        return chosen
     num_states = chosen.shape[1]
-    where = torch.where(path.on_path, draft.tree.depths, num_states)
+    where = torch.where(path.on_path, tree.depths, num_states)
     ordered = chosen.new_zeros(len(chosen), num_states + 1).scatter_(1, where, chosen)
     return ordered[:, :num_states]
 
 
-def _has_children(leaf: torch.Tensor, draft: Draft) -> torch.Tensor:
+def _has_children(leaf: torch.Tensor, tree: Tree, draft: Draft) -> torch.Tensor:
     """Whether something was proposed behind a state, `[rows, 1]`."""
-    if draft.tree is None:
-        return pad(draft.token_ids, (0, 1), value=-1).gather(1, leaf) >= 0
-    return ((draft.tree.parents[:, 1:] == leaf) & (draft.token_ids >= 0)).any(dim=1, keepdim=True)
+    return ((tree.parents[:, 1:] == leaf) & (draft.token_ids >= 0)).any(dim=1, keepdim=True)

@@ -86,6 +86,14 @@ class Rows:
         is_full = min(lengths) == width
         if not is_full and counts is None:
             counts = torch.tensor(lengths, device=self._device)
+        if is_full and self._next is None:  # all rows are alike, and nothing is known but by the host
+            start = self.positions[0]
+            position_ids = torch.arange(start, start + width, device=self._device).expand(num_rows, -1)
+            if self._mask is not None:
+                self._mask = torch.nn.functional.pad(self._mask, (0, width), value=1)
+            self._go(lengths, width)
+            self._rollback.num_read += width
+            return self._mask, position_ids
         columns = torch.arange(width, device=self._device)
         steps = columns.expand(num_rows, -1)
         if counts is not None and not is_full:
@@ -98,7 +106,7 @@ class Rows:
         elif self._mask is not None:
             self._mask = torch.nn.functional.pad(self._mask, (0, width), value=1)
         position_ids = steps + (self.positions[0] if self._next is None else self._next[:, None])
-        self._move_on(lengths, None if is_full else counts)
+        self._go(lengths, width if is_full or counts is None else counts[:, 0])
         self._rollback.num_read += width
         return self._mask, position_ids
 
@@ -131,7 +139,7 @@ class Rows:
                 visible = visible & (back < layer.sliding_window)
             seen[kind] = visible[:, None]
         self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, width), value=1)
-        self._move_on([width] * num_rows, None)
+        self._go([width] * num_rows, width)
         self._rollback.num_read += width
         return seen, position_ids
 
@@ -185,12 +193,12 @@ class Rows:
         if self._mask is not None:
             self._mask = self._mask.index_select(0, indices)
 
-    def _move_on(self, lengths: Sequence[int], counts: torch.Tensor | None) -> None:
-        """Say that row `i` has read `lengths[i]` tokens; `counts` `[batch, 1]` are the same on the device."""
-        moved = self._device_positions() + (max(lengths) if counts is None else counts[:, 0])
-        self.positions = [position + length for position, length in zip(self.positions, lengths, strict=True)]
-        self._num_tokens = [before + length for before, length in zip(self._num_tokens, lengths, strict=True)]
-        self._next = None if self._are_even else moved
+    def _go(self, steps: Sequence[int], on_device: torch.Tensor | int) -> None:
+        """Row `i` goes on by `steps[i]` tokens; `on_device` is the same, one number where all rows go alike."""
+        start: torch.Tensor | int = self.positions[0] if self._next is None else self._next
+        self.positions = [position + step for position, step in zip(self.positions, steps, strict=True)]
+        self._num_tokens = [before + step for before, step in zip(self._num_tokens, steps, strict=True)]
+        self._next = None if self._are_even else torch.as_tensor(start + on_device)
 
     def _device_positions(self) -> torch.Tensor:
         if self._next is not None:
@@ -220,10 +228,7 @@ class Rows:
         self._rollback.to(wanted)
         # A cache that can only go back to a checkpoint forgets more than it was asked to; it holds one row.
         more = wanted - self.num_slots
-        back = self._device_positions() - self._on_device(tokens, device_tokens)
-        self.positions = [position - each - more for position, each in zip(self.positions, tokens, strict=True)]
-        self._num_tokens = [number - each - more for number, each in zip(self._num_tokens, tokens, strict=True)]
-        self._next = None if self._are_even else back - more
+        self._go([-each - more for each in tokens], -self._on_device(tokens, device_tokens) - more)
         if len(set(slots)) > 1:
             uneven = torch.as_tensor(self._on_device(slots, device_slots) - min(slots))[:, None]
             from_the_end = self.num_slots - torch.arange(self.num_slots, device=self._device)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
@@ -121,6 +121,13 @@ def with_slots(
     if not releases.FEEDS_BY_LENGTH:
         kwargs["cache_position"] = torch.arange(num_slots, num_slots + width, device=position_ids.device)
     return kwargs
+
+
+def prepares_simply(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the host hands ids, positions and mask on to the model as they are, with the same keywords each time."""
+    own = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    has_types = any(model_kwargs.get(name) is not None for name in releases.TOKEN_TYPES)
+    return own and releases.FEEDS_BY_LENGTH and not has_types
 
 
 def select_rows(model_kwargs: dict[str, Any], rows: Any, num_rows: int) -> dict[str, Any]:

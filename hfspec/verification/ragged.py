@@ -10,7 +10,7 @@ import torch
 
 from hfspec.cache.ledger import SpeculativeCache
 from hfspec.cache.rows import Rows
-from hfspec.host import forwards
+from hfspec.host import architectures, forwards
 from hfspec.host.prepared import Prepared
 from hfspec.host.verdicts import counts_slots
 from hfspec.rounds import Draft, Outcomes, Verified
@@ -31,8 +31,9 @@ class RaggedTarget(Target):
         self._lengths: list[int] = []
         self._counts: torch.Tensor | None = None
         self._num_slots_before = 0
-        #: Whether the host makes nothing of a forward's inputs but what is replaced here.
+        # What the host makes of a forward's inputs, where it makes nothing of ids, positions and mask.
         self._template: dict[str, Any] | None = None
+        self._takes_positions = architectures.takes_position_ids(prepared.model)
 
     @property
     def num_unread(self) -> int:
@@ -90,8 +91,20 @@ class RaggedTarget(Target):
         """Nothing to do: rounds leave it level, and after an error nobody sees it."""
 
     def _inputs(self, input_ids: torch.Tensor, mask: Any, position_ids: torch.Tensor, num_slots: int) -> dict[str, Any]:
-        kwargs = forwards.with_slots(self.model, self._model_kwargs, mask, position_ids, num_slots)
-        return forwards.prepare_last(self.model, input_ids, input_ids.shape[1], kwargs)
+        """The keywords of a forward. The host makes those of the first; later ones differ by what is known here."""
+        if self._template is None:
+            kwargs = forwards.with_slots(self.model, self._model_kwargs, mask, position_ids, num_slots)
+            inputs = forwards.prepare_last(self.model, input_ids, input_ids.shape[1], kwargs)
+            if forwards.prepares_simply(self.model, self._model_kwargs):
+                self._template = inputs
+            return inputs
+        inputs = self._template | {"input_ids": input_ids}
+        inputs.pop("attention_mask", None)
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if self._takes_positions:
+            inputs["position_ids"] = position_ids
+        return inputs
 
     def _additive(self, seen: torch.Tensor) -> torch.Tensor:
         """A mask to be added to scores; one of booleans is taken for numbers by eager attention."""
