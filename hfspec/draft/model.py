@@ -204,7 +204,8 @@ class ModelSession(Session):
                 kwargs["cache_position"] = position_ids[0]
         elif self._source.takes_position_ids:
             limit = self._source.max_positions
-            kwargs["position_ids"] = position_ids if limit is None else position_ids.clamp(max=limit - 1)
+            is_beyond = limit is not None and max(self._rows.positions) > limit  # of a row that gets no draft any more
+            kwargs["position_ids"] = position_ids.clamp(max=limit - 1) if limit and is_beyond else position_ids
         if self._source.limits_logits:
             kwargs["logits_to_keep"] = 1 if ends_together or not wants_logits else width
         with stepping([] if is_first else self._stepping_layers):

@@ -47,6 +47,9 @@ def stepping(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
 
     Nothing stays on the model. Calls in several threads share what is put on, and the last one takes it off.
     """
+    if not layers:
+        yield
+        return
     for layer in layers:
         _put_on(layer)
     _here.depth = getattr(_here, "depth", 0) + 1
