@@ -6,6 +6,7 @@ streamer and cache, and would run its own decoding loop.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from hfspec.draft.contexts import contexts_of
 from hfspec.draft.guard import Guard
 from hfspec.host import caches, forwards
 from hfspec.host.prepared import Prepared
+from hfspec.host.trial import Fingerprint, fingerprint
 from hfspec.host.verdicts import lockstep_reason, plain_reason
 from hfspec.sampling.noise import RowNoise, SeededNoise
+from hfspec.verification.proving import Proving
 from hfspec.verification.target import RaggedTarget, StateTarget, Target, UncachedTarget
 
 
@@ -59,8 +62,11 @@ def sample(
     )
     reason = call.plain_reason or plain_reason(prepared, call.options.budget.max_tokens) or call.drafting.problem
     if reason is None:
-        call.was_decoded = True
-        return _speculate(call, prepared)
+        plan = _plan(call, prepared)
+        reason = call.state.trial.problem(plan.fingerprint)
+        if reason is None:
+            call.was_decoded = True
+            return _speculate(call, prepared, plan)
     return run_plain(
         call,
         reason,
@@ -75,13 +81,41 @@ def sample(
     )
 
 
-def _speculate(call: Call, prepared: Prepared) -> Any:
-    """Decode by rounds; the result is what the host's `_sample` would have returned."""
+@dataclass(frozen=True)
+class _Plan:
+    """How a call is decoded by rounds.
+
+    Attributes:
+        cache: the one to fill.
+        why_in_step: why the rows keep in step; `None` where each goes on at its own pace, or there is but one.
+        fingerprint: of the model as it stands, decoding in this way.
+    """
+
+    cache: Any
+    why_in_step: str | None
+    fingerprint: Fingerprint
+
+
+def _plan(call: Call, prepared: Prepared) -> _Plan:
     cache = prepared.cache
     has_cache = prepared.uses_cache and not prepared.keeps_own_state
     if has_cache and not call.has_own_cache and caches.is_empty(cache) and not caches.keeps_elsewhere(cache):
         cache = speculative_cache(cache)  # the host has just made that one, for nobody else
-    why = lockstep_reason(prepared, cache) if prepared.num_rows > 1 else None
+    if prepared.num_rows == 1:
+        return _Plan(cache, None, fingerprint(prepared, cache, is_ragged=False))
+    why = lockstep_reason(prepared, cache)
+    if why is None:
+        at_own_pace = fingerprint(prepared, cache, is_ragged=True)
+        why = call.state.trial.problem(at_own_pace)
+        if why is None:
+            return _Plan(cache, None, at_own_pace)
+        why = f"at their own paces, {why}"
+    return _Plan(cache, why, fingerprint(prepared, cache, is_ragged=False))
+
+
+def _speculate(call: Call, prepared: Prepared, plan: _Plan) -> Any:
+    """Decode by rounds; the result is what the host's `_sample` would have returned."""
+    cache, why = plan.cache, plan.why_in_step
     is_lockstep = why is not None
     has_one_transcript = is_lockstep or prepared.num_rows == 1
     if why is not None:
@@ -108,10 +142,13 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
         reads_confidence=prepared.device.type == "cpu" and not is_lockstep,
         num_rows=prepared.num_rows,
     )
+    proving = Proving(target, call.state.trial, plan.fingerprint, call.metrics, prepared.num_before)
     try:
-        loop.generate(target, source, transcripts, controller, call.metrics, prepared.max_length)
+        loop.generate(target, source, transcripts, controller, call.metrics, prepared.max_length, proving)
     finally:
         source.stop()
+        if target.problem is not None:
+            call.note_plain(target.problem, may_raise=False)
         target.level_cache(transcripts[0].num_new)
         call.metrics.speculative_calls = int(call.metrics.rounds > 0)
     if prepared.streamer is not None:

@@ -15,6 +15,7 @@ from hfspec.draft.guard import Guard
 from hfspec.host import forwards
 from hfspec.metrics import Metrics
 from hfspec.rounds import Draft, Outcome, Round, RoundBudget
+from hfspec.verification.proving import Proving
 from hfspec.verification.target import RaggedTarget, Target
 
 
@@ -25,32 +26,34 @@ def generate(
     controller: Controller,
     metrics: Metrics,
     max_length: int | None,
+    proving: Proving,
 ) -> None:
     """Write the transcripts to their ends.
 
     Args:
         transcripts: one for all rows, or one for each row of a `RaggedTarget`.
         max_length: length that no draft may reach beyond, if there is one.
+        proving: makes the target's forwards over drafts.
     """
     started = time.perf_counter()
     try:
-        _prefill(target, transcripts, metrics)
+        _prefill(target, transcripts, metrics, proving)
         with forwards.decoding(target.model):
             at_work = transcripts
             while at_work := _unfinished(at_work, target, source):
-                _round(target, source, at_work, controller, metrics, max_length)
+                _round(target, source, at_work, controller, metrics, max_length, proving)
     finally:
         metrics.new_tokens += sum(each.num_new * each.num_rows for each in transcripts)
         metrics.steps += max(0, max(each.num_new for each in transcripts) - 1)
         metrics.total_seconds += time.perf_counter() - started
 
 
-def _prefill(target: Target, transcripts: Sequence[Transcript], metrics: Metrics) -> None:
+def _prefill(target: Target, transcripts: Sequence[Transcript], metrics: Metrics, proving: Proving) -> None:
     """Read the prompt and commit the first token: before any drafting, as soon as in vanilla."""
     started = time.perf_counter()
     prompts = torch.cat([each.input_ids for each in transcripts])
     with measured(prompts.device) as prefill:
-        verified = target.prefill(prompts)
+        verified = proving.prefill(prompts)
     with forwards.decoding(target.model):
         for transcript, rows in _with_rows(transcripts):
             transcript.record.add_states(verified, 0)
@@ -67,6 +70,7 @@ def _round(
     controller: Controller,
     metrics: Metrics,
     max_length: int | None,
+    proving: Proving,
 ) -> None:
     """Draft, verify, accept, commit."""
     texts = [each.input_ids[row : row + 1] for each in transcripts for row in range(each.num_rows)]
@@ -78,7 +82,8 @@ def _round(
         drafts = source.propose(texts, budget)
     drafts = _trimmed(drafts, transcripts, max_length)
     with measured(device) as verify_time:
-        verified = target.verify(texts, [draft.token_ids for draft in drafts])
+        verified = proving.verify(texts, [draft.token_ids for draft in drafts])
+    drafts = [draft.cut(verified.num_drafted) for draft in drafts]
     outcomes: list[Outcome] = []
     for transcript, rows in _with_rows(transcripts):
         outcome = walk(transcript, drafts[rows], verified.of_rows(rows))
@@ -87,9 +92,10 @@ def _round(
     if budget.num_tokens:
         source.observe(outcomes)
 
-    seconds = (draft_time.seconds, verify_time.seconds, time.perf_counter() - started)
+    verify_seconds, all_seconds = verify_time.seconds, time.perf_counter() - started
+    seconds = (draft_time.seconds, verify_seconds - proving.seconds, all_seconds - proving.seconds)
     round_ = Round(drafts, outcomes, len(transcripts) < len(texts), verified.num_read, *seconds)
-    metrics.count_round(round_, budget.why_plain)
+    metrics.count_round(round_, target.problem or budget.why_plain)
     controller.observe(round_)
 
 

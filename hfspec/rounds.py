@@ -86,6 +86,15 @@ class Verified:
     num_read: int
     is_prompt: bool = False
 
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens a row that can be judged by it."""
+        return self.logits.shape[1] - 1
+
+    def logits_at(self, index: int) -> torch.Tensor:
+        """`[rows, vocab]`: those that choose the token after `index` draft tokens."""
+        return self.logits[:, index]
+
     def of_rows(self, rows: slice) -> "Verified":
         """The same for some of the rows; the outputs stay whole."""
         return replace(self, logits=self.logits[rows])

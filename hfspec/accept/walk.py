@@ -111,11 +111,11 @@ def walk(transcript: Transcript, drafts: Sequence[Draft], verified: Verified) ->
             for ids, draft in zip(draft_ids, drafts, strict=True)
         ]
         transcript.record.add_states(verified, index)
-        chosen = transcript.append(verified.logits[:, index], proposals)
+        chosen = transcript.append(verified.logits_at(index), proposals)
         if chosen != [ids[index] for ids in draft_ids]:
             return Outcome(index + 1, num_accepted=index, num_committed=index + 1)
         if transcript.is_finished:
             return Outcome(index + 1, num_accepted=index + 1, num_committed=index + 1)
     transcript.record.add_states(verified, num_drafted)
-    transcript.append(verified.logits[:, num_drafted])
+    transcript.append(verified.logits_at(num_drafted))
     return Outcome(num_drafted, num_accepted=num_drafted, num_committed=num_drafted + 1)

@@ -7,6 +7,7 @@ right. Masks stay two-dimensional, which every model and every attention impleme
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,18 @@ from hfspec.cache.rollback import Rollback
 
 #: Holes that may add up before rows are packed: an eighth of the slots, and at least this many.
 _BEARABLE_SHARE, _BEARABLE_HOLES = 8, 32
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How the rows stood at one time."""
+
+    num_slots: int
+    positions: list[int]
+    num_tokens: list[int]
+    mask: torch.Tensor | None
+    has_inner_holes: bool
+    num_packs: int
 
 
 class Rows:
@@ -47,6 +60,7 @@ class Rows:
         self._num_tokens = [num_slots] * len(self.positions) if mask is None else mask.sum(dim=-1).tolist()
         self._counts_slots = counts_slots
         self._has_inner_holes = False
+        self._num_packs = 0
 
     @property
     def num_slots(self) -> int:
@@ -100,6 +114,36 @@ class Rows:
         """Let row `i` forget its last `counts[i]` tokens, which are in its last slots."""
         self._forget(counts, counts)
 
+    def hide(self, num_slots: int) -> None:
+        """Let every row forget its last tokens, so many, but leave their slots where they are, as holes."""
+        self._mask = self._full_mask().clone()
+        self._mask[:, self.num_slots - num_slots :] = 0
+        self.positions = [position - num_slots for position in self.positions]
+        self._num_tokens = [number - num_slots for number in self._num_tokens]
+        self._has_inner_holes = True
+        self._pack_if_needed()
+
+    def mark(self) -> Mark:
+        """How the rows stand, for `back_to`."""
+        return Mark(
+            self.num_slots,
+            self.positions,
+            self._num_tokens,
+            self._mask,
+            self._has_inner_holes,
+            self._num_packs,
+        )
+
+    def back_to(self, mark: Mark) -> None:
+        """Be as when marked, whatever was read since, even in part; unless rows were packed, which leaves no holes."""
+        if mark.num_packs != self._num_packs:
+            return
+        for layer in self._cache.layers:
+            layer.rollback(mark.num_slots)
+        self._rollback.num_read = mark.num_slots
+        self.positions, self._num_tokens = mark.positions, mark.num_tokens
+        self._mask, self._has_inner_holes = mark.mask, mark.has_inner_holes
+
     def checkpoint(self) -> None:
         """Everything read so far is committed."""
         self._rollback.checkpoint()
@@ -148,3 +192,4 @@ class Rows:
         self._mask = self._mask.gather(1, order)
         self._rollback.num_read = longest
         self._has_inner_holes = False
+        self._num_packs += 1

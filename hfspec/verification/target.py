@@ -3,7 +3,8 @@
 Knows nothing of where drafts come from or how they are judged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ from transformers.utils import ModelOutput
 
 from hfspec.cache.ledger import SpeculativeCache, vanilla_cache
 from hfspec.cache.rollback import Rollback, StateRollback
-from hfspec.cache.rows import Rows
+from hfspec.cache.rows import Mark, Rows
+from hfspec.errors import HfspecError
 from hfspec.host import architectures, forwards, releases
 from hfspec.host.prepared import Prepared
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.host.verdicts import counts_slots
 from hfspec.rounds import Verified
 from hfspec.sampling.noise import generator_state
+
+
+class TooFewLogitsError(HfspecError):
+    """A forward over several tokens has not given logits for all that were asked for; caught by `proving`."""
 
 
 class Target:
@@ -38,7 +44,9 @@ class Target:
         self._rollback: Rollback | StateRollback = Rollback(cache, layers=prepared.model.modules())
         self._stepping_layers = stepping_layers(prepared.model)
         self._num_new = 0
-        #: Why nothing can be verified in one forward, as the prompt's forward has shown; `None` if it can.
+        #: Forwards made after the prompt's.
+        self.num_forwards = 0
+        #: Why nothing can be verified in one forward, as a forward of this call has shown; `None` if it can.
         self.problem: str | None = None
 
     @property
@@ -52,8 +60,6 @@ class Target:
         outputs, kwargs = forwards.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         if not torch.equal(generator_state(input_ids.device), before):
             self.problem = "the model draws random numbers in its forwards"
-        elif architectures.has_foreign_forward(self.model) and outputs.logits.shape[1] == 1 < input_ids.shape[1]:
-            self.problem = "the model gives logits for the last token only"
         self._model_kwargs = forwards.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
         if others := _other_caches(self._model_kwargs):
@@ -70,12 +76,32 @@ class Target:
             texts: the rows' texts, `[1, length]` each, of one length.
             draft_ids: the rows' drafts, `[1, num_drafted]` each, of one length.
         """
+        self.rewind()  # steps may have been made, to be compared with this
         num_drafted = draft_ids[0].shape[1]
         input_ids, kwargs = self._with_drafts(texts, draft_ids)
         self._rollback.checkpoint()
         num_read = self.num_unread + num_drafted
         model_inputs = forwards.prepare_last(self.model, input_ids, num_read, kwargs)
         return self._forward(model_inputs, num_drafted + 1, num_read)
+
+    def step(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor], index: int) -> Verified:
+        """Read the last token of the texts (`index` 0) or the `index`-th of the drafts by itself, as vanilla would.
+
+        The steps of a round come one after the other; they are drawn back by `rewind`, or kept as a `verify` is.
+        """
+        input_ids, kwargs = self._with_drafts(texts, [ids[:, :index] for ids in draft_ids])
+        if index == 0:
+            self._rollback.checkpoint()
+            for number in range(self.num_unread - 1, 0, -1):
+                cut = kwargs
+                for _ in range(number):
+                    cut = forwards.cut_last(self.model, cut)
+                self._forward(forwards.prepare_last(self.model, input_ids[:, :-number], 1, cut), 1, 1)
+        return self._forward(forwards.prepare_last(self.model, input_ids, 1, kwargs), 1, 1)
+
+    def rewind(self) -> None:
+        """Go back to where the round began, whatever has become of its forwards."""
+        self.level_cache(self._num_new)
 
     def keep(self, num_committed: Sequence[int]) -> None:
         """Bring cache and inputs to the committed text: so many tokens of the last round in each row, all alike.
@@ -120,9 +146,17 @@ class Target:
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = num_logits
-        with self._rollback.reading(num_read), stepping(self._stepping_layers):
+        self.num_forwards += 1
+        with self._reading(num_read), stepping(self._stepping_layers):
             outputs = self.model(**model_inputs, return_dict=True)
+        num_given = outputs.logits.shape[1]
+        if num_given < num_logits:
+            given = "the last token only" if num_given == 1 else f"{num_given} tokens"
+            raise TooFewLogitsError(f"its forward over {num_logits} tokens gives logits for {given}")
         return Verified(outputs.logits[:, -num_logits:], outputs, num_read)
+
+    def _reading(self, num_read: int) -> AbstractContextManager[None]:
+        return self._rollback.reading(num_read)
 
 
 class StateTarget(Target):
@@ -173,6 +207,11 @@ class UncachedTarget(Target):
         width = draft_ids[0].shape[1] + 1
         return self._forward(forwards.prepare_all(self.model, *self._with_drafts(texts, draft_ids)), width, width)
 
+    def step(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor], index: int) -> Verified:
+        """Read the texts, and so many of the drafts' tokens, for the logits of the last."""
+        inputs = self._with_drafts(texts, [ids[:, :index] for ids in draft_ids])
+        return self._forward(forwards.prepare_all(self.model, *inputs), 1, 1)
+
     def level_cache(self, num_new: int) -> None:
         """Nothing to level."""
         self._num_new = num_new
@@ -192,6 +231,8 @@ class RaggedTarget(Target):
         super().__init__(prepared, cache)
         self._rows: Rows | None = None
         self._lengths: list[int] = []
+        self._marks: list[Mark] = []
+        self._num_steps = 0
 
     @property
     def num_unread(self) -> int:
@@ -215,22 +256,54 @@ class RaggedTarget(Target):
     def verify(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]) -> Verified:
         """Read each row's last token and draft in one forward; drafts may differ in length."""
         rows = self._the_rows()
-        self._lengths = [1 + each.shape[1] for each in draft_ids]
-        width = max(self._lengths)
-        filled = [
-            pad(torch.cat([text[:, -1:], draft], dim=-1), (0, width - 1 - draft.shape[1]))
-            for text, draft in zip(texts, draft_ids, strict=True)
-        ]
+        if self._num_steps:
+            rows.hide(self._num_steps)
+            self._num_steps = 0
+        else:
+            self._marks = []
         rows.checkpoint()
-        num_before = rows.num_slots
-        mask, position_ids = rows.open(self._lengths)
-        kwargs = forwards.with_slots(self.model, self._model_kwargs, mask, position_ids, num_before)
-        model_inputs = forwards.prepare_last(self.model, torch.cat(filled), width, kwargs)
-        return self._forward(model_inputs, width, width)
+        self._marks.append(rows.mark())
+        return self._read([torch.cat([text[:, -1:], draft], dim=-1) for text, draft in _pairs(texts, draft_ids)])
+
+    def step(self, texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor], index: int) -> Verified:
+        """Read one token of each row; whose draft has no such token reads another, and its logits mean nothing.
+
+        A `verify` that follows finds what the steps have read still in the cache, but hidden, as what was rejected is
+        in the rounds to come: what comes out is then proved to depend on the mask and the positions that it is given.
+        """
+        rows = self._the_rows()
+        if index == 0:
+            rows.checkpoint()
+            self._marks = [rows.mark()]
+        self._num_steps = index + 1
+        return self._read(
+            [torch.cat([text, draft[:, :index]], dim=-1)[:, -1:] for text, draft in _pairs(texts, draft_ids)]
+        )
+
+    def rewind(self) -> None:
+        """Go back to where the round began, whatever has become of its forwards."""
+        for mark in reversed(self._marks):
+            self._the_rows().back_to(mark)
+        self._marks, self._num_steps = [], 0
 
     def keep(self, num_committed: Sequence[int]) -> None:
         """Keep of each row's tokens of the last round those that were committed, but for the last."""
         self._the_rows().close(self._lengths, num_committed)
+        self._marks, self._num_steps = [], 0
+
+    def _read(self, ids: Sequence[torch.Tensor]) -> Verified:
+        """Read so many tokens of each row, `[1, num_tokens]`, filled up at the right to the longest."""
+        rows = self._the_rows()
+        self._lengths = [each.shape[1] for each in ids]
+        width = max(self._lengths)
+        num_before = rows.num_slots
+        mask, position_ids = rows.open(self._lengths)
+        kwargs = forwards.with_slots(self.model, self._model_kwargs, mask, position_ids, num_before)
+        filled = torch.cat([pad(each, (0, width - each.shape[1])) for each in ids])
+        return self._forward(forwards.prepare_last(self.model, filled, width, kwargs), width, width)
+
+    def _reading(self, num_read: int) -> AbstractContextManager[None]:
+        return nullcontext()  # who goes on after a forward that has failed rewinds
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
@@ -245,6 +318,12 @@ class RaggedTarget(Target):
         if self._rows is None:
             raise RuntimeError("prefill comes first")
         return self._rows
+
+
+def _pairs(
+    texts: Sequence[torch.Tensor], draft_ids: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(texts, draft_ids, strict=True)
 
 
 def _other_caches(model_kwargs: dict[str, Any]) -> list[Any]:
