@@ -51,8 +51,8 @@ class Proof:
         if self.problem is not None:
             return f"not proved: {self.problem}"
         return (
-            f"proved up to {2 * self.length - 1} tokens of text: forwards over {self.width} tokens and over one gave the "
-            f"same logits at {self.num_positions} places (apart by {self.difference:.2g}; {self.arithmetic} may "
+            f"proved for texts of less than {2 * self.length} tokens: one over {self.width} gave the logits of forwards "
+            f"over one at {self.num_positions} places (apart by {self.difference:.2g}; {self.arithmetic} may "
             f"round by {self.tolerance:.2g})"
         )
 
@@ -270,7 +270,7 @@ class Stats:
             raise AttributeError(name)
         return getattr(self.last, name)
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
+    def to_dict(self) -> dict[str, Any]:
         """All as dicts, ready for JSON."""
         proof = None if self.proof is None else dataclasses.asdict(self.proof)
         return {"last": self.last.to_dict(), "total": self.total.to_dict(), "proof": proof}

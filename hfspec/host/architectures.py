@@ -65,7 +65,6 @@ _MIX_ROWS = ("rwkv",)
 _KNOWN_PACKAGES = (
     "accelerate",
     "bitsandbytes",
-    "gptqmodel",
     "hfspec",
     "kernels",
     "peft",

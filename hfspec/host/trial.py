@@ -6,7 +6,7 @@ here until the model is another (`Fingerprint`), or the text or the draft is mor
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,8 @@ def fingerprint(prepared: Prepared, cache: Any, is_ragged: bool) -> Fingerprint:
         cache: the one that the call will use.
         is_ragged: whether the rows will go on each at its own pace.
     """
-    model, kept = prepared.model, []
+    model = prepared.model
+    kept: list[Any] = []
     parts: list[Any] = [
         is_ragged,
         prepared.num_rows > 1,

@@ -5,6 +5,7 @@ with the others. If the logits agree but for rounding, that forward serves the r
 if not, the round commits one token, from a forward over it alone, and the model is written plainly from there on.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from hfspec.metrics import Metrics, Proof
 from hfspec.rounds import Verified
 from hfspec.sampling.noise import unmoved
 from hfspec.verification.target import Target, TooFewLogitsError
+
+logger = logging.getLogger("hfspec")
 
 #: Tokens that are read one by one: two show that a token sees the one before it in the same forward.
 _NUM_STEPS = 3
@@ -106,8 +109,8 @@ class Proving:
             try:
                 with unmoved(texts[0].device):
                     self._target.verify(texts, draft_ids)
-            except Exception:
-                pass
+            except Exception as again:
+                logger.debug("hfspec: a forward over several tokens failed again", exc_info=again)
             else:
                 self._target.rewind()
                 raise error
