@@ -40,6 +40,10 @@ class Proof:
     num_positions: int = 0
     problem: str | None = None
 
+    def covers(self, length: int, width: int) -> bool:
+        """Whether what was found holds for such a text and forward: of less than twice the length and width."""
+        return length < 2 * self.length and width < 2 * self.width
+
     def with_reach_of(self, earlier: "Proof") -> "Proof":
         """The same with the earlier's length and width, where those are greater and both hold."""
         if self.problem is not None or earlier.problem is not None:
@@ -51,7 +55,7 @@ class Proof:
         if self.problem is not None:
             return f"not proved: {self.problem}"
         return (
-            f"proved for texts of less than {2 * self.length} tokens: one over {self.width} gave the logits of forwards "
+            f"proved below {2 * self.length} tokens of text: one over {self.width} gave the logits of forwards "
             f"over one at {self.num_positions} places (apart by {self.difference:.2g}; {self.arithmetic} may "
             f"round by {self.tolerance:.2g})"
         )

@@ -22,8 +22,8 @@ from hfspec.verification.target import Target, TooFewLogitsError
 
 logger = logging.getLogger("hfspec")
 
-#: Tokens that are read one by one: two show that a token sees the one before it in the same forward.
-_NUM_STEPS = 3
+#: Tokens that are read one by one: the second sees the first, in the same forward or in the cache.
+_NUM_STEPS = 2
 #: Letters of somebody else's error that are repeated.
 _MAX_LETTERS = 200
 
@@ -47,6 +47,7 @@ class Proving:
         self._fingerprint = fingerprint
         self._metrics = metrics
         self._num_before = num_before
+        self._known = trial.of(fingerprint)
         self.seconds = 0.0
 
     def prefill(self, input_ids: torch.Tensor) -> Verified:
@@ -72,7 +73,7 @@ class Proving:
             return self._target.verify(texts, draft_ids)
         num_before = self._target.num_forwards
         at_hand = Proof(self._num_before + max(lengths), width)
-        if self._trial.is_needed(self._fingerprint, at_hand.length, width):
+        if self._known is None or not self._known.covers(at_hand.length, width):
             verified = self._prove(texts, draft_ids, at_hand)
         else:
             try:
@@ -97,7 +98,7 @@ class Proving:
         proof = _compared(target.model, singles, verified, draft_ids, at_hand)
         if proof.problem is not None:
             return self._give_up(texts, draft_ids, proof)
-        self._trial.note(self._fingerprint, proof)
+        self._known = self._trial.note(self._fingerprint, proof)
         return verified
 
     def _after(
