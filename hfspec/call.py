@@ -18,6 +18,7 @@ from hfspec.config import Options
 from hfspec.draft.registry import Drafting
 from hfspec.errors import UnsupportedCallError
 from hfspec.host import architectures, forwards
+from hfspec.host.trial import Trial
 from hfspec.metrics import Metrics, Stats
 
 logger = logging.getLogger("hfspec")
@@ -28,11 +29,12 @@ _MAX_WARNINGS = 50
 
 @dataclass
 class PatchState:
-    """What is kept for one patched model between calls: counts, measurements, and which warnings were given."""
+    """What is kept for one patched model between calls: counts, measurements, proofs, and which warnings were given."""
 
     last: Metrics = field(default_factory=Metrics)
     total: Metrics = field(default_factory=Metrics)
     warned: set[str] = field(default_factory=set)
+    trial: Trial = field(default_factory=Trial)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _experience: dict[tuple[int, bool], tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
 
@@ -60,7 +62,7 @@ class PatchState:
     def stats(self) -> Stats:
         """The counts as they are now."""
         with self._lock:
-            return Stats(last=self.last, total=copy.deepcopy(self.total))
+            return Stats(last=self.last, total=copy.deepcopy(self.total), proof=self.trial.last)
 
     def finish(self, metrics: Metrics) -> None:
         """Take the counts of a call that is over."""

@@ -1,7 +1,8 @@
 """`hfspec.verify`: run a call both ways and say whether the tokens are the same, and if not, why.
 
 Two vanilla forwards over the same text (token by token, or at once) already differ by rounding. A
-difference in the output is a near-tie if the two tokens' scores lie closer together than such forwards do.
+difference in the output is a near-tie if the two tokens' scores lie closer together than such forwards do;
+where these differ by more than rounding can, that excuses nothing.
 """
 
 import copy
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from hfspec.config import CALL_OPTIONS
 from hfspec.errors import ConfigError
 from hfspec.host import releases
+from hfspec.host.trial import arithmetic, difference, rounding
 from hfspec.patch import is_patched, options_of
 from hfspec.sampling.noise import BatchNoise
 
@@ -32,7 +34,8 @@ class Verdict:
         row: the row of the batch that this is about; of several that differ, the one with the worst verdict.
         margin: by how much plain decoding preferred its token there, in processed log-scores (noise
             included when sampling).
-        tolerance: how far two vanilla forwards over that text are apart, times two (either token may move).
+        tolerance: how far two vanilla forwards over that text are apart, but no more than rounding can explain in
+            numbers of the model's dtype; times two (either token may move).
         near_tie: whether the margin is within the tolerance; `None` if it could not be worked out.
     """
 
@@ -176,8 +179,11 @@ def _evidence(
     else:  # the prompt came as embeddings: nothing can be put behind it
         return margin, None
     whole = _seeded_generate(model, seed, at_once | details | plain | {"max_new_tokens": 1, "do_sample": False})
-    rounding = (whole.logits[0][row].double() - again.logits[-1][row].double()).abs().max()
-    return margin, 2 * float(rounding) / min(1.0, temperature)
+    at_once, one_by_one = whole.logits[0][row], again.logits[-1][row]
+    # What two forwards differ by may be more than rounding: a quantiser's steps, a mistake.
+    possible = rounding(one_by_one, arithmetic(model, at_once)[1])
+    apart = min(float(difference(at_once, one_by_one)), float(possible))
+    return margin, 2 * apart / min(1.0, temperature)
 
 
 def _num_prompt(model: PreTrainedModel, call: dict[str, Any]) -> int:

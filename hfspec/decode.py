@@ -26,11 +26,13 @@ from hfspec.draft.contexts import contexts_of
 from hfspec.draft.guard import Guard
 from hfspec.host import caches, forwards
 from hfspec.host.prepared import Prepared
+from hfspec.host.trial import Fingerprint, fingerprint
 from hfspec.host.verdicts import plain_reason
 from hfspec.plan import Plan
 from hfspec.sampling.noise import BatchNoise
 from hfspec.sampling.processors import for_row
 from hfspec.texts import Texts
+from hfspec.verification.proving import Proving
 from hfspec.verification.ragged import RaggedTarget
 from hfspec.verification.target import StateTarget, Target, UncachedTarget
 
@@ -64,8 +66,12 @@ def sample(
     )
     reason = call.plain_reason or plain_reason(prepared, call.options.budget.max_tokens) or call.drafting.problem
     if reason is None:
-        call.was_decoded = True
-        return _speculate(call, prepared)
+        cache = _cache_of(call, prepared)
+        plan, print_ = _plan(call, prepared, cache)
+        reason = call.state.trial.problem(print_)
+        if reason is None:
+            call.was_decoded = True
+            return _speculate(call, prepared, cache, plan, print_)
     return run_plain(
         call,
         reason,
@@ -80,13 +86,27 @@ def sample(
     )
 
 
-def _speculate(call: Call, prepared: Prepared) -> Any:
-    """Decode by rounds; the result is what the host's `_sample` would have returned."""
+def _cache_of(call: Call, prepared: Prepared) -> Any:
+    """The cache that the call will use: ours where the host has just made one, for nobody else."""
     cache = prepared.cache
     has_cache = prepared.uses_cache and not prepared.keeps_own_state
     if has_cache and not call.has_own_cache and caches.is_empty(cache) and not caches.keeps_elsewhere(cache):
-        cache = speculative_cache(cache)  # the host has just made that one, for nobody else
+        return speculative_cache(cache)
+    return cache
+
+
+def _plan(call: Call, prepared: Prepared, cache: Any) -> tuple[Plan, Fingerprint]:
+    """How the call is to be decoded, and the model as it stands for it; nothing that was disproved is planned."""
     plan = Plan.of(prepared, cache, call.options)
+    print_ = fingerprint(prepared, cache, plan.is_ragged)
+    if plan.is_ragged and (why := call.state.trial.problem(print_)) is not None:
+        plan = plan.prepared_by_host(f"at their own paces, {why}", prepared.num_rows)
+        print_ = fingerprint(prepared, cache, plan.is_ragged)
+    return plan, print_
+
+
+def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: Fingerprint) -> Any:
+    """Decode by rounds; the result is what the host's `_sample` would have returned."""
     if plan.why_in_step is not None:
         call.metrics.lockstep_reasons[plan.why_in_step] += 1
 
@@ -104,10 +124,13 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
         reads_confidence=prepared.device.type == "cpu" and not plan.is_in_step,
         num_rows=prepared.num_rows,
     )
+    proving = Proving(target, call.state.trial, print_, call.metrics, prepared.num_before)
     try:
-        loop.generate(target, source, acceptor, texts, controller, call.metrics, plan)
+        loop.generate(target, source, acceptor, texts, controller, call.metrics, plan, proving)
     finally:
         source.stop()
+        if target.problem is not None:
+            call.note_plain(target.problem, may_raise=False)
         target.level_cache(texts.num_new)
         call.metrics.speculative_calls = int(call.metrics.rounds > 0)
     if prepared.streamer is not None:

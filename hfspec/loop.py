@@ -17,6 +17,7 @@ from hfspec.metrics import Metrics
 from hfspec.plan import Plan
 from hfspec.rounds import Draft, Round, RoundBudget
 from hfspec.texts import Texts
+from hfspec.verification.proving import Proving
 from hfspec.verification.ragged import RaggedTarget
 from hfspec.verification.target import Target
 
@@ -29,14 +30,19 @@ def generate(
     controller: Controller,
     metrics: Metrics,
     plan: Plan,
+    proving: Proving,
 ) -> None:
-    """Write the texts to their ends."""
+    """Write the texts to their ends.
+
+    Args:
+        proving: makes the target's forwards over drafts.
+    """
     started = time.perf_counter()
     try:
-        _prefill(target, acceptor, texts, metrics)
+        _prefill(target, acceptor, texts, metrics, proving)
         with forwards.decoding(target.model):
             while _goes_on(texts, target, source):
-                _round(target, source, acceptor, texts, controller, metrics, plan)
+                _round(target, source, acceptor, texts, controller, metrics, plan, proving)
     finally:
         num_new = [length - texts.num_prompt for length in texts.all_lengths()]
         metrics.new_tokens += sum(num_new)
@@ -44,11 +50,11 @@ def generate(
         metrics.total_seconds += time.perf_counter() - started
 
 
-def _prefill(target: Target, acceptor: Walk | Vectorised, texts: Texts, metrics: Metrics) -> None:
+def _prefill(target: Target, acceptor: Walk | Vectorised, texts: Texts, metrics: Metrics, proving: Proving) -> None:
     """Read the prompt and commit the first token: before any drafting, as soon as in vanilla."""
     started = time.perf_counter()
     with measured(texts.device) as prefill:
-        verified = target.prefill(texts.together())
+        verified = proving.prefill(texts.together())
     with forwards.decoding(target.model):
         acceptor.begin(verified)
     metrics.prefills += 1
@@ -64,17 +70,20 @@ def _round(
     controller: Controller,
     metrics: Metrics,
     plan: Plan,
+    proving: Proving,
 ) -> None:
     """Draft, verify, accept, commit."""
     started = time.perf_counter()
     at_work = [row for row, has_ended in enumerate(texts.has_ended) if not has_ended or plan.pad_id is None]
 
-    budget = _budget(target, texts, controller, plan)
+    why_chains = plan.why_chains or proving.why_chains
+    budget = _budget(target, texts, controller, plan, why_chains is None)
     with measured(texts.device) as draft_time:
         draft = source.propose(texts, budget)
-    draft = _verifiable(draft, texts, plan)
+    draft = _verifiable(draft, texts, plan, why_chains)
     with measured(texts.device) as verify_time:
-        verified = target.verify(texts, draft)
+        verified = proving.verify(texts, draft)
+    draft = draft.cut([verified.num_drafted] * draft.num_rows)
     outcomes = acceptor.settle(draft, verified)
     target.keep(outcomes)
     source.read(texts, outcomes)
@@ -84,23 +93,23 @@ def _round(
         outcomes,
         verified.num_read,
         draft_time.seconds,
-        verify_time.seconds,
-        time.perf_counter() - started,
+        verify_time.seconds - proving.seconds,
+        time.perf_counter() - started - proving.seconds,
         plan.is_in_step,
         at_work,
         source.caught_up,
         max(draft.lengths[row] for row in at_work),
     )
-    metrics.count_round(round_, budget.why_plain)
+    metrics.count_round(round_, target.problem or budget.why_plain)
     controller.observe(round_)
 
 
-def _budget(target: Target, texts: Texts, controller: Controller, plan: Plan) -> RoundBudget:
+def _budget(target: Target, texts: Texts, controller: Controller, plan: Plan, allows_trees: bool) -> RoundBudget:
     """What the round may draft: nothing where nothing can be verified."""
     if target.problem is not None:
         return RoundBudget(0, why_plain=target.problem)
     budget = controller.next_round(texts.lengths, plan.max_length, target.num_unread)
-    budget.allows_trees = plan.why_chains is None
+    budget.allows_trees = allows_trees
     return budget
 
 
@@ -114,14 +123,14 @@ def _goes_on(texts: Texts, target: Target, source: Guard) -> bool:
     return bool(rows)
 
 
-def _verifiable(draft: Draft, texts: Texts, plan: Plan) -> Draft:
+def _verifiable(draft: Draft, texts: Texts, plan: Plan, why_chains: str | None) -> Draft:
     """No draft beyond a text's last token; chains where trees cannot be verified; rows in step alike."""
     if not draft.num_tokens:
         return draft
     limits = [draft.num_tokens] * draft.num_rows
     if plan.max_length is not None:
         limits = [max(0, plan.max_length - length - 1) for length in texts.lengths]
-    if draft.parents is not None and (plan.why_chains is not None or min(limits) < draft.num_tokens):
+    if draft.parents is not None and (why_chains is not None or min(limits) < draft.num_tokens):
         draft = draft.first_paths()
     if plan.last_draft_id is not None:
         limits = [min(pair) for pair in zip(limits, _before(plan.last_draft_id, draft, texts), strict=True)]

@@ -19,6 +19,48 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What came of making a target's forwards both ways: over several tokens at once, and over one each.
+
+    Attributes:
+        problem: why the forward over several is not used; `None` if it gives what the others give.
+        length, width: of the text and of the forward with which it was made.
+        difference: the largest between two logits for the same place.
+        tolerance: by how much rounding may move them there.
+        arithmetic: of what numbers.
+        num_positions: places a row that were compared.
+    """
+
+    length: int
+    width: int
+    difference: float = 0.0
+    tolerance: float = 0.0
+    arithmetic: str = ""
+    num_positions: int = 0
+    problem: str | None = None
+
+    def covers(self, length: int, width: int) -> bool:
+        """Whether what was found holds for such a text and forward: of less than twice the length and width."""
+        return length < 2 * self.length and width < 2 * self.width
+
+    def with_reach_of(self, earlier: "Proof") -> "Proof":
+        """The same with the earlier's length and width, where those are greater and both hold."""
+        if self.problem is not None or earlier.problem is not None:
+            return self
+        return dataclasses.replace(self, length=max(self.length, earlier.length), width=max(self.width, earlier.width))
+
+    def summary(self) -> str:
+        """One line for people."""
+        if self.problem is not None:
+            return f"not proved: {self.problem}"
+        return (
+            f"proved below {2 * self.length} tokens of text: one over {self.width} gave the logits of forwards "
+            f"over one at {self.num_positions} places (apart by {self.difference:.2g}; {self.arithmetic} may "
+            f"round by {self.tolerance:.2g})"
+        )
+
+
 @dataclass
 class Metrics:
     """Counts and seconds of one call, or of all calls added up.
@@ -36,6 +78,8 @@ class Metrics:
         plain_rounds: target forwards without a draft (the prompt's not counted).
         plain_reasons: why those were made, with how often.
         prefills: target forwards over a prompt.
+        trials: times the target's forward over several tokens was proved, or disproved, by forwards over one each.
+        trial_forwards: target forwards that this took besides those of rounds.
         catch_ups: target forwards after the last token, over what a cache that had to go back still lacked.
         committed_tokens: tokens those rounds committed, recovered and bonus tokens included.
         drafted_tokens, accepted_tokens: draft tokens proposed / taken over.
@@ -45,7 +89,7 @@ class Metrics:
         budget_histogram: rounds by number of tokens drafted.
         draft_prefill_seconds: the draft source reading the prompt (or catching up after a pause).
         draft_seconds, verify_seconds, plain_seconds: drafting; target forwards with a draft; target forwards
-            without one, and whole calls that the host decoded plainly.
+            without one (those of trials among them), and whole calls that the host decoded plainly.
         prefill_seconds: target forwards over prompts.
         total_seconds: from the first prefill to the last token.
         ttft_seconds: from the start to the first token, one entry's worth per call.
@@ -63,6 +107,8 @@ class Metrics:
     plain_rounds: int = 0
     plain_reasons: Counter[str] = field(default_factory=Counter)
     prefills: int = 0
+    trials: int = 0
+    trial_forwards: int = 0
     catch_ups: int = 0
     committed_tokens: int = 0
     drafted_tokens: int = 0
@@ -151,12 +197,12 @@ class Metrics:
     @property
     def target_forward_passes(self) -> int:
         """Target forwards that hfspec made; calls that the host decoded plainly are not in here."""
-        return self.prefills + self.plain_rounds + self.rounds + self.catch_ups
+        return self.prefills + self.plain_rounds + self.rounds + self.trial_forwards + self.catch_ups
 
     @property
     def target_forward_passes_saved(self) -> int:
         """Forwards that plain decoding would have made beyond these."""
-        return self.steps - self.rounds - self.plain_rounds - self.catch_ups
+        return self.steps - self.rounds - self.plain_rounds - self.trial_forwards - self.catch_ups
 
     @property
     def draft_latency_ms(self) -> float | None:
@@ -213,19 +259,24 @@ class Stats:
 
     Reading any metric on it directly (`stats(model).fallback_reason`) reads the last call.
     Printed, it is a table.
+
+    Attributes:
+        proof: what was found last about the target's forwards over several tokens, if any were made.
     """
 
     last: Metrics
     total: Metrics
+    proof: Proof | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # not set yet while being copied or unpickled
             raise AttributeError(name)
         return getattr(self.last, name)
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Both as dicts, ready for JSON."""
-        return {"last": self.last.to_dict(), "total": self.total.to_dict()}
+    def to_dict(self) -> dict[str, Any]:
+        """All as dicts, ready for JSON."""
+        proof = None if self.proof is None else dataclasses.asdict(self.proof)
+        return {"last": self.last.to_dict(), "total": self.total.to_dict(), "proof": proof}
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         from hfspec.cli import stats_table  # rich is imported by who prints, not by `import hfspec`

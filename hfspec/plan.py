@@ -1,6 +1,6 @@
 """`Plan`: how a call is decoded, worked out once from what the host has prepared. Rounds look nothing up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hfspec.config import Options
@@ -41,6 +41,10 @@ class Plan:
     def is_in_step(self) -> bool:
         """Whether rows are committed together."""
         return self.why_in_step is not None
+
+    def prepared_by_host(self, why: str, num_rows: int) -> "Plan":
+        """The same where the host must prepare the target's forwards, rows in step, with the reason."""
+        return replace(self, why_in_step=why if num_rows > 1 else None, is_ragged=False, why_chains=why)
 
     @classmethod
     def of(cls, prepared: Prepared, cache: Any, options: Options) -> "Plan":

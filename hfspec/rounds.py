@@ -184,12 +184,10 @@ class Verified:
     num_read: int
     is_prompt: bool = False
 
-    #: Whether the logits must be asked for state by state, as they are made (see `verification.proving`).
-    is_stepwise = False
-
-    def logits_at(self, state: int) -> torch.Tensor:
-        """Logits `[rows, vocab]` of one state."""
-        return self.logits[:, state]
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens a row that can be judged by it."""
+        return self.logits.shape[1] - 1
 
     def hidden_states_at(self, index: int, kind: str = "hidden_states") -> Any:
         """Per layer `[…, 1, hidden]`, as from a forward over that token alone."""

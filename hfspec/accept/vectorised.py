@@ -85,7 +85,7 @@ class Vectorised:
 
     def settle(self, draft: Draft, verified: Verified) -> Outcomes:
         """See `Walk.settle`."""
-        if verified.is_stepwise or not self._ends.can_tell():
+        if not self._ends.can_tell():
             return self._by_walking(draft, verified)
         chosen, is_bad, scores = self._choose(draft, verified)
         ends = self._ends.of(chosen, draft)

@@ -53,7 +53,7 @@ class Walk:
         """Commit the first token of every row, chosen by the prompt's logits."""
         for row in self._groups():
             self._record.add_states(verified, 0)
-            self._append(verified.logits_at(0), row)
+            self._append(verified.logits[:, 0], row)
 
     def settle(self, draft: Draft, verified: Verified) -> Outcomes:
         """Commit tokens along the rows' drafts until the target chooses another, or the text ends.
@@ -87,7 +87,7 @@ class Walk:
         while True:
             children = [each for each in range(num_nodes) if parents[each] == node]
             self._record.add_states(verified, node + 1)
-            chosen = self._append(verified.logits_at(node + 1), row, [_proposal(draft, row, token_ids, children)])[0]
+            chosen = self._append(verified.logits[:, node + 1], row, [_proposal(draft, row, token_ids, children)])[0]
             committed.append(chosen)
             has_ended = self._texts.has_ended[row]
             node = next((each for each in children if token_ids[each] == chosen), -1) if children else -1
@@ -106,7 +106,7 @@ class Walk:
             children = [node] if is_judged else []
             proposals = [_proposal(draft, row, token_ids[row], children) for row in range(num_rows)]
             self._record.add_states(verified, node)
-            chosen = self._append(verified.logits_at(node), None, proposals)
+            chosen = self._append(verified.logits[:, node], None, proposals)
             for ids, token_id in zip(committed, chosen, strict=True):
                 ids.append(token_id)
             is_accepted = is_judged and chosen == [ids[node] for ids in token_ids] and not self._was_written

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
+from hfspec.host import caches
+
 #: Slots added when a buffer is full: a quarter of what is there, within these bounds.
 _MIN_GROWTH, _MAX_GROWTH = 64, 1024
 
@@ -183,7 +185,7 @@ class SpeculativeCache(DynamicCache):
         self._like = like
         if like is not None and like.layers:
             self.layers = [_layer_like(layer) for layer in like.layers]
-        self.layer_class_to_replicate = SpeculativeLayer
+        self.layer_class_to_replicate = DynamicLayer if caches.is_changed(DynamicLayer) else SpeculativeLayer
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Keep only these rows of the batch."""
@@ -230,6 +232,8 @@ def vanilla_cache(cache: Cache) -> Cache:
 
 def _layer_like(layer: Any) -> Any:
     """Ours for the layers that keep a key and a value per token; others stay the host's."""
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and caches.is_changed(type(layer)):
+        return layer  # somebody has put something into it that ours would leave out
     if type(layer) is DynamicLayer:
         return SpeculativeLayer()
     if type(layer) is DynamicSlidingWindowLayer:

@@ -158,7 +158,8 @@ class StateRollback(_WayBack):
 
 def _crops(layer: Any) -> bool:
     """Whether the layer can forget its last tokens, however many and whenever."""
-    return isinstance(layer, SpeculativeLayer) or type(layer) in caches.CROPPABLE_LAYERS
+    kind = type(layer)
+    return isinstance(layer, SpeculativeLayer) or (kind in caches.CROPPABLE_LAYERS and not caches.is_changed(kind))
 
 
 def _forget(layer: Any, num_slots: int) -> None:
@@ -174,7 +175,8 @@ def _snapshot(layer: Any) -> Callable[[], None]:
         length = layer.committed = layer.length
         return lambda: layer.rollback(length)
     # Keys and values of dynamic layers are replaced at every update, never written into: a reference will do.
-    by_reference = ("keys", "values") if isinstance(layer, DynamicLayer) else ()
+    is_replaced = isinstance(layer, DynamicLayer) and not caches.is_changed(type(layer))
+    by_reference = ("keys", "values") if is_replaced else ()
     saved = {name: value if name in by_reference else _copied(value) for name, value in vars(layer).items()}
 
     def restore() -> None:

@@ -9,6 +9,7 @@ Counts are known twice: on the host, which decides by them, and on the device, w
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,19 @@ from hfspec.rounds import Draft, Outcomes
 
 #: Holes that may add up before rows are packed: an eighth of the slots, and at least this many.
 _BEARABLE_SHARE, _BEARABLE_HOLES = 8, 32
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How the rows stood at one time."""
+
+    num_slots: int
+    positions: list[int]
+    num_tokens: list[int]
+    mask: torch.Tensor | None
+    on_device: torch.Tensor | None
+    has_inner_holes: bool
+    num_packs: int
 
 
 class Rows:
@@ -50,6 +64,7 @@ class Rows:
         self._num_tokens = [num_slots] * len(self.positions) if mask is None else mask.sum(dim=-1).tolist()
         self._counts_slots = counts_slots
         self._has_inner_holes = False
+        self._num_packs = 0
         self._hidden: torch.Tensor | None = None
         # The positions on the device; `None` where all rows have one.
         self._next: torch.Tensor | None = None if self._are_even else torch.tensor(self.positions, device=device)
@@ -178,6 +193,36 @@ class Rows:
         """
         self._forget(counts, counts, on_device, on_device)
 
+    def hide(self, num_slots: int) -> None:
+        """Let every row forget its last tokens, so many, but leave their slots where they are, as holes."""
+        self._mask = self._full_mask().clone()
+        self._mask[:, self.num_slots - num_slots :] = 0
+        self._go([-num_slots] * len(self.positions), -num_slots)
+        self._has_inner_holes = True
+        self._pack_if_needed()
+
+    def mark(self) -> Mark:
+        """How the rows stand, for `back_to`."""
+        return Mark(
+            self.num_slots,
+            self.positions,
+            self._num_tokens,
+            self._mask,
+            self._next,
+            self._has_inner_holes,
+            self._num_packs,
+        )
+
+    def back_to(self, mark: Mark) -> None:
+        """Be as when marked, whatever was read since, even in part; unless rows were packed, which leaves no holes."""
+        if mark.num_packs != self._num_packs:
+            return
+        for layer in self._cache.layers:
+            layer.rollback(mark.num_slots)
+        self._rollback.num_read = mark.num_slots
+        self.positions, self._num_tokens = mark.positions, mark.num_tokens
+        self._mask, self._next, self._has_inner_holes = mark.mask, mark.on_device, mark.has_inner_holes
+
     def checkpoint(self) -> None:
         """Everything read so far is committed."""
         self._rollback.checkpoint()
@@ -262,3 +307,4 @@ class Rows:
         self._mask = self._mask.gather(1, order)
         self._rollback.num_read = longest
         self._has_inner_holes = False
+        self._num_packs += 1

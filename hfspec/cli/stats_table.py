@@ -17,6 +17,8 @@ def parts(stats: Stats) -> Iterator[RenderableType]:
     for (label, last), (_, total) in zip(_rows(stats.last), _rows(stats.total), strict=True):
         table.add_row(label, last, total)
     yield table
+    if stats.proof is not None:
+        yield f"forwards over several tokens {stats.proof.summary()}"
     for reason, times in stats.total.fallback_reasons.items():
         yield f"ran plain {times}×: {reason}"
     for reason, times in stats.total.plain_reasons.most_common():
@@ -46,6 +48,7 @@ def _rows(metrics: Metrics) -> list[tuple[str, str]]:
             f"{metrics.target_forward_passes} ({metrics.target_forward_passes_saved})",
         ),
         ("rounds: with a draft / plain", f"{metrics.rounds} / {metrics.plain_rounds}"),
+        ("proofs (forwards they took)", f"{metrics.trials} ({metrics.trial_forwards})"),
         ("draft tokens: accepted / drafted", f"{metrics.accepted_tokens} / {metrics.drafted_tokens}"),
         ("acceptance rate", _format(metrics.acceptance_rate, "{:.2f}")),
         ("acceptance at depth 1, 2, …", " ".join(f"{rate:.2f}".lstrip("0") for _, rate in depths) or "–"),

@@ -51,6 +51,8 @@ _UNEVEN = (
     "roformer",
     "speech-encoder-decoder",
 )
+#: How many slots attention picks, in the configs that say so: of GLM and DeepSeek, and of Doge.
+_PICKED_SLOTS = ("index_topk", "keep_window_size")
 #: Those whose experts take so many tokens of a forward (`expert_capacity`) and leave out the others.
 _LIMITED_EXPERTS = ("switch_transformers",)
 #: Those that leave the mask of the cache's slots out of forwards over single tokens.
@@ -59,6 +61,17 @@ _UNMASKED = ("gpt_neo", "led", "nllb-moe")
 _POSITIONS_FROM_ZERO = ("deepseek_v4",)
 #: Those whose forwards over single tokens mix the rows of a batch, while their forwards over several do not.
 _MIX_ROWS = ("rwkv",)
+#: Packages whose modules and hooks keep nothing that has a row for each text (but for PEFT's adapters by row).
+_KNOWN_PACKAGES = (
+    "accelerate",
+    "bitsandbytes",
+    "hfspec",
+    "kernels",
+    "peft",
+    "torch",
+    "torchao",
+    "transformers",
+)
 #: Made to write only by `is_decoder`.
 _ENCODERS = (
     "bert",
@@ -163,18 +176,12 @@ def _exact_lengths(config: PretrainedConfig) -> list[tuple[int, str]]:
         limits = [getattr(config, name, None) for name in names]
         limits += [kind.get("original_max_position_embeddings") for kind in kinds]
         lengths.append((min(limit for limit in limits if limit), "its position encoding changes"))
-    if isinstance(getattr(config, "index_topk", None), int):
-        lengths.append((config.index_topk, "its attention picks slots"))
+    picked = (getattr(config, name, None) for name in _PICKED_SLOTS)
+    lengths += [(number, "its attention picks slots") for number in picked if isinstance(number, int)]
     return lengths
 
 
 def _module_problem(module: torch.nn.Module) -> str | None:
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        if not _is_harmless(hook):
-            return (
-                f"a forward hook is on its {type(module).__name__} ({_origin(hook)}): what a hook does to a forward "
-                "over one token it may not do to one over several"
-            )
     if module.training and getattr(module, "gradient_checkpointing", False) and releases.CHECKPOINTING_DROPS_CACHE:
         return "gradient checkpointing in training mode drops the cache"
     if module.training and _draws(module):
@@ -190,19 +197,6 @@ def _module_problem(module: torch.nn.Module) -> str | None:
             "its neighbours; with a scale for each token (PerRow in torchao) it can be sped up"
         )
     return None
-
-
-def _is_harmless(hook: Any) -> bool:
-    """Whether a hook is transformers' or Accelerate's own, or one that only lets gradients through."""
-    return _origin(hook).startswith(("transformers.", "accelerate.", "peft.peft_model.", "peft.mixed_model."))
-
-
-def _origin(hook: Any) -> str:
-    """Where a hook was written."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _draws(module: torch.nn.Module) -> bool:
@@ -244,9 +238,28 @@ def num_processes(model: PreTrainedModel) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
-def has_foreign_forward(model: PreTrainedModel) -> bool:
-    """Whether the model's forward is somebody else's code than transformers'."""
-    return not model.forward.__module__.startswith("transformers.")
+def foreign_code(model: PreTrainedModel) -> str | None:
+    """Where the code of somebody else is in the model's forwards, if anywhere: in a forward of its own, or a hook."""
+    for module in model.modules():
+        forward = vars(module).get("forward", type(module).forward)
+        if not _is_known(origin := _origin(forward)):
+            return f"the {type(module).__name__}'s forward is not transformers' own ({origin})"
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not _is_known(origin := _origin(hook)) or origin.startswith("peft.tuners."):
+                return f"a forward hook is on the {type(module).__name__} ({origin})"
+    return None
+
+
+def _is_known(origin: str) -> bool:
+    return origin.split(".")[0] in _KNOWN_PACKAGES
+
+
+def _origin(function: Any) -> str:
+    """Where a function was written."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def takes_position_ids(model: PreTrainedModel) -> bool:

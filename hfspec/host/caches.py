@@ -1,5 +1,6 @@
 """The host's caches: their kinds, and what a call's cache says of itself."""
 
+import inspect
 from typing import Any
 
 from transformers import PreTrainedModel, cache_utils
@@ -24,6 +25,19 @@ CROPPABLE_LAYERS = frozenset(
     )
     if hasattr(layer, "crop")
 )
+
+
+#: Methods of a layer that ours replace, or that a rollback stands on.
+_STOOD_UPON = ("update", "lazy_initialization", "get_seq_length", "get_mask_sizes", "crop")
+
+
+def is_changed(kind: type) -> bool:
+    """Whether a method of one of the host's cache layers was replaced in place, as key-value compression does."""
+    methods = (inspect.unwrap(getattr(kind, name)) for name in _STOOD_UPON if hasattr(kind, name))
+    raw = (getattr(kind, name) for name in _STOOD_UPON if hasattr(kind, name))
+    return any(hasattr(each, "__wrapped__") for each in raw) or any(
+        getattr(getattr(each, "__code__", None), "co_filename", None) != cache_utils.__file__ for each in methods
+    )
 
 
 def is_sliding(layer: Any) -> bool:

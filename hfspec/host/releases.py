@@ -29,6 +29,12 @@ FEEDS_BY_LENGTH = "next_sequence_length" in inspect.signature(GenerationMixin.pr
 #: 5.x appends `num_new_tokens` to masks and positions at once; 4.57 appends one, and never to positions.
 ADVANCES_BY_MANY = FEEDS_BY_LENGTH
 
+#: Who prepares a forward, and the parameter that says for how many tokens.
+PREPARES_BY = {
+    "prepare_inputs_for_generation": "next_sequence_length" if FEEDS_BY_LENGTH else "cache_position",
+    "_update_model_kwargs_for_generation": "num_new_tokens",
+}
+
 #: Whether position ids that the user gave go on with the text; 4.57 repeats the last one for ever.
 ADVANCES_POSITIONS = ADVANCES_BY_MANY
 

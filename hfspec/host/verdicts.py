@@ -1,10 +1,11 @@
 """Why a call is not sped up, or its rows must keep in step. Every reason ends a sentence that starts with the call."""
 
+import inspect
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from hfspec.cache.ledger import SpeculativeCache, SpeculativeLayer
@@ -64,11 +65,15 @@ def plain_reason(prepared: Prepared, max_drafted: int) -> str | None:
 
 
 def _own_preparation(model: PreTrainedModel) -> str | None:
-    """Whether somebody else's code makes the inputs of this model's forwards: what it does with several tokens, say."""
-    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        origin = getattr(model, name).__module__
-        if not origin.startswith("transformers."):
-            return f"{name}() comes from {origin}, which may count on one new token in every forward"
+    """Whether somebody else's code makes the inputs of forwards, and does not say that it knows of several new tokens.
+
+    Where it does, the forwards that it prepares are proved as all are.
+    """
+    for name, count in releases.PREPARES_BY.items():
+        method = getattr(model, name)
+        is_foreign = not method.__module__.startswith("transformers.")
+        if is_foreign and count not in inspect.signature(method).parameters:
+            return f"{name}() comes from {method.__module__}, which may count on one new token in every forward"
     return None
 
 
@@ -115,8 +120,8 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
     Args:
         cache: the one the call will use.
     """
-    if architectures.has_foreign_forward(prepared.model):
-        return "the model's forward is not transformers' own, so that nobody knows whether rows may leave"
+    if (code := architectures.foreign_code(prepared.model)) is not None:
+        return f"{code}, and may hold something for each row, so that nobody knows whether rows may leave"
     if prepared.streamer is not None:
         return "a streamer sees the whole batch token by token"
     if prepared.returns_states:
@@ -232,6 +237,8 @@ def ragged_problem(model: PreTrainedModel, cache: Cache) -> str | None:
     """Why the rows of a batch must go on at one pace with this cache, or `None` if each may go at its own."""
     if isinstance(cache, EncoderDecoderCache):
         return "a decoder behind an encoder takes a token's slot for its position"
+    if caches.is_changed(DynamicLayer):
+        return "transformers' own cache layers were changed in place, which nobody knows to work row by row"
     if not isinstance(cache, SpeculativeCache):
         return "a cache of fixed size, or of the caller's own, holds one length for all rows"
     if not all(isinstance(layer, SpeculativeLayer) for layer in cache.layers):

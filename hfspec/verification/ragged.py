@@ -4,12 +4,13 @@ Inputs are made here, without the host: ids, positions and mask say all that a d
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.rows import Rows
+from hfspec.cache.rows import Mark, Rows
 from hfspec.host import architectures, forwards
 from hfspec.host.prepared import Prepared
 from hfspec.host.verdicts import counts_slots
@@ -30,7 +31,8 @@ class RaggedTarget(Target):
         self._rows: Rows | None = None
         self._lengths: list[int] = []
         self._counts: torch.Tensor | None = None
-        self._num_slots_before = 0
+        self._marks: list[Mark] = []
+        self._num_steps = 0
         # What the host makes of a forward's inputs, where it makes nothing of ids, positions and mask.
         self._template: dict[str, Any] | None = None
         self._takes_positions = architectures.takes_position_ids(prepared.model)
@@ -57,27 +59,46 @@ class RaggedTarget(Target):
     def verify(self, texts: Texts, draft: Draft) -> Verified:
         """Read each row's last token and draft in one forward; drafts may differ in length, and be trees."""
         rows = self._the_rows()
+        if self._num_steps and draft.num_rows > 1:
+            rows.hide(self._num_steps)
+            self._num_steps = 0
+        else:
+            self.rewind()  # a single row has no holes
+        rows.checkpoint()
+        self._marks.append(rows.mark())
         self._lengths = [1 + length for length in draft.lengths]
-        width = draft.num_tokens + 1
-        has_gaps = min(self._lengths) < width
+        has_gaps = min(self._lengths) <= draft.num_tokens
         token_ids = draft.token_ids.clamp(min=0) if has_gaps else draft.token_ids
         input_ids = torch.cat([texts.last([1] * draft.num_rows), token_ids], dim=1)
-        rows.checkpoint()
-        num_before = self._num_slots_before = rows.num_slots
         if draft.parents is not None:
-            self._lengths = [width] * draft.num_rows
-            self._counts = None
-            seen, position_ids = rows.open_tree(draft)
-            mask: Any = {kind: self._additive(each) for kind, each in seen.items()}
-            mask = mask if len(mask) > 1 else next(iter(mask.values()))
-        else:
-            self._counts = (draft.token_ids >= 0).sum(dim=1) + 1 if has_gaps else None
-            mask, position_ids = rows.open(self._lengths, counts=self._counts)
-        return self._forward(self._inputs(input_ids, mask, position_ids, num_before), width, width)
+            return self._read_tree(input_ids, draft)
+        return self._read(input_ids, (draft.token_ids >= 0).sum(dim=1) + 1 if has_gaps else None)
+
+    def step(self, texts: Texts, draft: Draft, index: int) -> Verified:
+        """Read one token of each row; whose draft has no such token reads another, and its logits mean nothing.
+
+        A `verify` that follows finds what the steps have read still in the cache, but hidden, as what was rejected is
+        in the rounds to come: what comes out is then proved to depend on the mask and the positions that it is given.
+        """
+        rows = self._the_rows()
+        if index == 0:
+            rows.checkpoint()
+            self._marks = [rows.mark()]
+        self._num_steps = index + 1
+        self._lengths = [1] * draft.num_rows
+        token_ids = draft.token_ids[:, index - 1 : index].clamp(min=0) if index else texts.last(self._lengths)
+        return self._read(token_ids)
+
+    def rewind(self) -> None:
+        """Go back to where the round began, whatever has become of its forwards."""
+        for mark in reversed(self._marks):
+            self._the_rows().back_to(mark)
+        self._marks, self._num_steps = [], 0
 
     def keep(self, outcomes: Outcomes) -> None:
         """Keep of each row's tokens of the last round those that were committed, but for the last."""
         self._the_rows().close_round(self._lengths, outcomes, self._counts)
+        self._marks, self._num_steps = [], 0
         self._num_new += max(outcomes.num_committed)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -89,6 +110,25 @@ class RaggedTarget(Target):
 
     def level_cache(self, num_new: int) -> None:
         """Nothing to do: rounds leave it level, and after an error nobody sees it."""
+
+    def _read(self, input_ids: torch.Tensor, counts: torch.Tensor | None = None) -> Verified:
+        """Read each row's first ids `[rows, width]`, `counts` `[rows]` of them, or all."""
+        width, num_before = input_ids.shape[1], self._the_rows().num_slots
+        self._counts = counts
+        mask, position_ids = self._the_rows().open(self._lengths, counts=counts)
+        return self._forward(self._inputs(input_ids, mask, position_ids, num_before), width, width)
+
+    def _read_tree(self, input_ids: torch.Tensor, draft: Draft) -> Verified:
+        """Read the root and the nodes of each row's tree, `[rows, states]`."""
+        width, num_before = input_ids.shape[1], self._the_rows().num_slots
+        self._lengths, self._counts = [width] * len(input_ids), None
+        seen, position_ids = self._the_rows().open_tree(draft)
+        masks: dict[str, Any] = {kind: self._additive(each) for kind, each in seen.items()}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        return self._forward(self._inputs(input_ids, mask, position_ids, num_before), width, width)
+
+    def _reading(self, num_read: int) -> AbstractContextManager[None]:
+        return nullcontext()  # who goes on after a forward that has failed rewinds
 
     def _inputs(self, input_ids: torch.Tensor, mask: Any, position_ids: torch.Tensor, num_slots: int) -> dict[str, Any]:
         """The keywords of a forward. The host makes those of the first; later ones differ by what is known here."""

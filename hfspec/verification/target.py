@@ -3,6 +3,7 @@
 Knows nothing of where drafts come from or how they are judged.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,12 +12,17 @@ from transformers.utils import ModelOutput
 
 from hfspec.cache.ledger import vanilla_cache
 from hfspec.cache.rollback import Rollback, StateRollback
+from hfspec.errors import HfspecError
 from hfspec.host import architectures, forwards, releases
 from hfspec.host.prepared import Prepared
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.rounds import Draft, Outcomes, Verified
 from hfspec.sampling.noise import generator_state
 from hfspec.texts import Texts
+
+
+class TooFewLogitsError(HfspecError):
+    """A forward over several tokens has not given logits for all that were asked for; caught by `proving`."""
 
 
 class Target:
@@ -35,7 +41,9 @@ class Target:
         self._rollback: Rollback | StateRollback = Rollback(cache, layers=prepared.model.modules())
         self._stepping_layers = stepping_layers(prepared.model)
         self._num_new = 0
-        #: Why nothing can be verified in one forward, as the prompt's forward has shown; `None` if it can.
+        #: Forwards made after the prompt's.
+        self.num_forwards = 0
+        #: Why nothing can be verified in one forward, as a forward of this call has shown; `None` if it can.
         self.problem: str | None = None
 
     @property
@@ -49,8 +57,6 @@ class Target:
         outputs, kwargs = forwards.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         if not torch.equal(generator_state(input_ids.device), before):
             self.problem = "the model draws random numbers in its forwards"
-        elif architectures.has_foreign_forward(self.model) and outputs.logits.shape[1] == 1 < input_ids.shape[1]:
-            self.problem = "the model gives logits for the last token only"
         self._model_kwargs = forwards.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
         if others := _other_caches(self._model_kwargs):
@@ -62,12 +68,32 @@ class Target:
 
     def verify(self, texts: Texts, draft: Draft) -> Verified:
         """Read what is unread of the committed texts, of one length, and the drafts behind them, in one forward."""
+        self.rewind()  # steps may have been made, to be compared with this
         num_drafted = draft.num_tokens
         input_ids, kwargs = self._with_drafts(texts, draft)
         self._rollback.checkpoint()
         num_read = self.num_unread + num_drafted
         model_inputs = forwards.prepare_last(self.model, input_ids, num_read, kwargs)
         return self._forward(model_inputs, num_drafted + 1, num_read)
+
+    def step(self, texts: Texts, draft: Draft, index: int) -> Verified:
+        """Read the last token of the texts (`index` 0) or the `index`-th of the drafts by itself, as vanilla would.
+
+        The steps of a round come one after the other; they are drawn back by `rewind`, or kept as a `verify` is.
+        """
+        input_ids, kwargs = self._with_drafts(texts, draft.cut([index] * draft.num_rows))
+        if index == 0:
+            self._rollback.checkpoint()
+            for number in range(self.num_unread - 1, 0, -1):
+                cut = kwargs
+                for _ in range(number):
+                    cut = forwards.cut_last(self.model, cut)
+                self._forward(forwards.prepare_last(self.model, input_ids[:, :-number], 1, cut), 1, 1)
+        return self._forward(forwards.prepare_last(self.model, input_ids, 1, kwargs), 1, 1)
+
+    def rewind(self) -> None:
+        """Go back to where the round began, whatever has become of its forwards."""
+        self.level_cache(self._num_new)
 
     def keep(self, outcomes: Outcomes) -> None:
         """Bring cache and inputs to the committed text: as many tokens of the last round in each row.
@@ -110,9 +136,17 @@ class Target:
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = num_logits
-        with self._rollback.reading(num_read), stepping(self._stepping_layers):
+        self.num_forwards += 1
+        with self._reading(num_read), stepping(self._stepping_layers):
             outputs = self.model(**model_inputs, return_dict=True)
+        num_given = outputs.logits.shape[1]
+        if num_given < num_logits:
+            given = "the last token only" if num_given == 1 else f"{num_given} tokens"
+            raise TooFewLogitsError(f"its forward over {num_logits} tokens gives logits for {given}")
         return Verified(outputs.logits[:, -num_logits:], outputs, num_read)
+
+    def _reading(self, num_read: int) -> AbstractContextManager[None]:
+        return self._rollback.reading(num_read)
 
 
 class StateTarget(Target):
@@ -163,6 +197,11 @@ class UncachedTarget(Target):
         """Read the rows' texts and the drafts behind them in one forward."""
         width = draft.num_tokens + 1
         return self._forward(forwards.prepare_all(self.model, *self._with_drafts(texts, draft)), width, width)
+
+    def step(self, texts: Texts, draft: Draft, index: int) -> Verified:
+        """Read the texts, and so many of the drafts' tokens, for the logits of the last."""
+        inputs = self._with_drafts(texts, draft.cut([index] * draft.num_rows))
+        return self._forward(forwards.prepare_all(self.model, *inputs), 1, 1)
 
     def level_cache(self, num_new: int) -> None:
         """Nothing to level."""

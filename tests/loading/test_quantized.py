@@ -69,6 +69,8 @@ BY_TOKEN = {
     "torchao int8 by token": lambda folder: torchao(folder, "Int8DynamicActivationInt8WeightConfig"),
     "float16 weights": lambda folder: dynamic(target(torch.float32), torch.float16),
 }
+#: That among them which rounds activations to 8 bits within float32.
+COARSE = "torchao int8 by token"
 #: Ways whose tokens do, and words of the reason.
 BY_FORWARD = {
     "LLM.int8": (lambda folder: bitsandbytes(folder, load_in_8bit=True), "llm_int8_threshold=0"),
@@ -81,10 +83,18 @@ BY_FORWARD = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("how", BY_TOKEN)
+@pytest.mark.parametrize("how", [how for how in BY_TOKEN if how != COARSE])
 def test_a_quantised_target(tmp_path, how, call):
     """The quantised target's own tokens, but for near-ties, with its unquantised self as the draft."""
     assert_same_but_for_ties(BY_TOKEN[how](tmp_path), target(torch.float32), call)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_coarse_steps_are_no_rounding(tmp_path, call):
+    """Float32's noise becomes a step of 8 bits here and there: the tokens are vanilla's, plain once that was seen."""
+    pair = both(BY_TOKEN[COARSE](tmp_path), target(torch.float32), prompt(), call, draft_budget=4).assert_same()
+    reason = pair.stats.fallback_reason
+    assert reason is None or "does not give what forwards over one give" in reason
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -9,9 +9,14 @@ import inspect
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hfspec
+from hfspec.errors import UnsupportedCallError
 from hfspec.host import releases
 from hfspec.patch import is_patched
 from tests.models import VOCAB, both, build, noisy, plain_text, prompt, prompts
@@ -73,14 +78,165 @@ def mean_of_all(module, args, output):
     return output - output.mean(dim=1, keepdim=True)
 
 
-@each_call
-@pytest.mark.parametrize("hook", [last_only, mean_of_all, functools.partial(last_only)])
-def test_forward_hooks(hook, call):
-    """What a hook does depends on what a forward is over: plain, with where the hook is from."""
-    model = build()
+def hooked(hook):
+    """On a module, as most do it."""
+    model = build(attn="sdpa")
     model.model.layers[1].mlp.register_forward_hook(hook)
-    pair = both(model, noisy(), None, call | NEW, draft_budget=4)
-    pair.assert_same().assert_plain("forward hook", "LlamaMLP")
+    return model
+
+
+class Wrapped(torch.nn.Module):
+    """Stands in for a block, and hands its output to a function."""
+
+    def __init__(self, block, change):
+        super().__init__()
+        self.block = block
+        self.change = change
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+    def forward(self, *args, **kwargs):
+        output = self.block(*args, **kwargs)
+        changed = self.change(self.block, args, output)
+        return output if changed is None else changed
+
+
+def with_block(change):
+    """A block replaced, as representation engineering does it."""
+    model = build(attn="sdpa")
+    model.model.layers[1] = Wrapped(model.model.layers[1], change)
+    return model
+
+
+def with_head(change):
+    """A head replaced."""
+    model = build(attn="sdpa")
+    model.lm_head = Wrapped(model.lm_head, change)
+    return model
+
+
+def with_forward(change):
+    """A module's forward replaced on the instance."""
+    model = build(attn="sdpa")
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+
+    def replaced(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        changed = change(mlp, args, output)
+        return output if changed is None else changed
+
+    mlp.forward = replaced
+    return model
+
+
+PLACES = {"hook": hooked, "block": with_block, "head": with_head, "forward": with_forward}
+
+
+@each_call
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", [last_only, mean_of_all, functools.partial(last_only)])
+def test_code_that_looks_at_the_whole_forward(change, place, do_sample, call):
+    """What it does to one token it does not do to several: seen before any token comes of it, and said."""
+    model = PLACES[place](change)
+    pair = both(model, noisy(), None, call | NEW | {"do_sample": do_sample}, draft_budget=4)
+    pair.assert_same().assert_plain("does not give what forwards over one give")
+
+
+@each_call
+@pytest.mark.parametrize("place", PLACES)
+def test_observers(place, call):
+    """Code that changes nothing, or each token by itself, is sped up once that was proved; its rows keep in step."""
+    seen = []
+    model = PLACES[place](lambda module, args, output: seen.append(1))
+    pair = both(model, noisy(), None, call | NEW, draft_budget=4).assert_same().assert_drafted()
+    assert seen
+    assert bool(pair.stats.last.lockstep_reasons) == (len(call["input_ids"]) > 1)
+
+
+def test_a_hook_on_all_modules():
+    """Global hooks are no module's own."""
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: last_only(module, args, output) if type(module).__name__ == "LlamaMLP" else None
+    )
+    try:
+        pair = both(build(), noisy(), prompt(), NEW, draft_budget=4)
+    finally:
+        handle.remove()
+    pair.assert_same().assert_plain("does not give")
+
+
+def attention_of_ones_own(*args, **kwargs):
+    """Hands on; what is registered without a mask function gets no mask."""
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_registered_attention(num_rows, has_mask):
+    """Causal from the upper left is wrong for several tokens behind a cache; with a mask function all is right."""
+    name = "masked_by_ones_own" if has_mask else "ones_own"
+    AttentionInterface.register(name, attention_of_ones_own)
+    if has_mask:
+        AttentionMaskInterface.register(name, sdpa_mask)
+    model = build()
+    model.set_attn_implementation(name)
+    ids = torch.cat([prompt(seed=seed) for seed in range(num_rows)])
+    pair = both(model, noisy(), ids, NEW, draft_budget=4).assert_same()
+    if has_mask:
+        pair.assert_drafted()
+    else:
+        pair.assert_plain("does not give")
+
+
+def on_a_grid(update):
+    def updated(self, key_states, value_states, *args, **kwargs):
+        step = key_states.abs().amax(dim=-1, keepdim=True).clamp(min=1e-9) / 7
+        return update(self, (key_states / step).round() * step, value_states, *args, **kwargs)
+
+    return updated
+
+
+def forgetting(update):
+    """Keeps five slots, as some key-value compression does, with every forward."""
+
+    def updated(self, *args, **kwargs):
+        keys, values = update(self, *args, **kwargs)
+        self.keys, self.values = self.keys[..., -5:, :], self.values[..., -5:, :]
+        return keys, values
+
+    return updated
+
+
+@each_call
+def test_the_hosts_layer_changed_in_place(call, monkeypatch):
+    """Ours would leave out what was put into it; the changed layer is used, and what it makes is proved."""
+    monkeypatch.setattr(DynamicLayer, "update", on_a_grid(DynamicLayer.update))
+    pair = both(build(attn="sdpa"), noisy(), None, call | NEW, draft_budget=4).assert_same().assert_drafted()
+    assert len(call["input_ids"]) == 1 or any("in place" in why for why in pair.stats.last.lockstep_reasons)
+
+
+def test_a_layer_that_forgets_more_with_more_tokens(monkeypatch):
+    """It is brought back whole, and written plainly."""
+    monkeypatch.setattr(DynamicLayer, "update", forgetting(DynamicLayer.update))
+    pair = both(build(attn="sdpa"), noisy(), prompt(), NEW, draft_budget=4)
+    pair.assert_same().assert_plain("its forward over 5 tokens")
+
+
+def test_a_path_for_one_token(monkeypatch):
+    """A host class's forward replaced for all of its instances."""
+    forward = LlamaAttention.forward
+
+    def replaced(self, hidden_states, *args, **kwargs):
+        return forward(self, hidden_states * (1.05 if hidden_states.shape[1] == 1 else 1.0), *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", replaced)
+    both(build(), noisy(), prompt(), NEW, draft_budget=4).assert_same().assert_plain("does not give")
 
 
 def test_hooks_of_the_hosts_own():
@@ -113,12 +269,70 @@ class Draws(LlamaForCausalLM):
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "why"), [(LastLogits, "last token only"), (Draws, "draws random numbers")])
 def test_a_forward_that_verifies_nothing(kind, why, do_sample, call):
-    """The prompt's forward shows it: the rest is written plainly, and stats say why."""
+    """The first forwards show it: the rest is written plainly, and stats say why."""
     pair = both(as_subclass(kind), noisy(), None, call | NEW | {"do_sample": do_sample}, draft_budget=4)
-    pair.assert_same()
+    pair.assert_same().assert_plain(why)
     last = pair.stats.last
     assert (last.rounds, last.plain_rounds) == (0, 15)
     assert all(why in reason for reason in last.plain_reasons)
+
+
+class LimitsLogits(LlamaForCausalLM):
+    """Gives as many logits as it is asked for: remote code, say."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, logits_to_keep=0, **kwargs):
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        return super().forward(**given, logits_to_keep=logits_to_keep, **kwargs)
+
+
+class Opaque(LlamaForCausalLM):
+    """Says nothing of what it takes."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+@each_call
+@pytest.mark.parametrize("kind", [LimitsLogits, Opaque])
+def test_a_forward_of_ones_own(kind, call):
+    """It is sped up once it is proved."""
+    both(as_subclass(kind), noisy(), None, call | NEW, draft_budget=4).assert_same().assert_drafted()
+
+
+def test_mixed_precision_of_accelerate():
+    """Its wrapper gives float32 logits that are bfloat16 numbers: they are compared as such."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(build(dtype=torch.float32))
+    with hfspec.patched(model, build(dtype=torch.float32), draft_budget=4):
+        verdict = hfspec.verify(model, prompt(), **NEW)
+        stats = hfspec.stats(model)
+    assert verdict.identical or verdict.near_tie, verdict.summary()
+    assert stats.fallback_reason is None
+    assert stats.accepted_tokens > 0
+    assert stats.proof.arithmetic == "bfloat16"
+
+
+@each_call
+def test_a_prompt_of_one_token(call):
+    """Nothing about the logits shows in the prompt's forward then."""
+    ids = call["input_ids"][:, -1:]
+    pair = both(as_subclass(LastLogits), noisy(), ids, NEW, draft_budget=4)
+    pair.assert_same().assert_plain("last token only")
+
+
+def test_the_next_call_is_refused_before_any_work():
+    """What shows in mid-call cannot be an error any more; it is warned of once, and is one from the next call on."""
+    model = as_subclass(LastLogits)
+    forwards = []
+    with hfspec.patched(model, noisy(), draft_budget=4, on_unsupported="raise"):
+        first = model.generate(prompt(), **NEW)
+        assert "last token only" in hfspec.stats(model).fallback_reason
+        handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+        handle.remove()
+        with pytest.raises(UnsupportedCallError, match="last token only"):
+            model.generate(prompt(), **NEW)
+    assert not forwards
+    assert torch.equal(first, as_subclass(LastLogits).generate(prompt(), **NEW))
 
 
 def handing_on(model):

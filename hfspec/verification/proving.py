@@ -1,0 +1,175 @@
+"""Proves a target's forwards over several tokens before a token is chosen by one.
+
+A round that is to be proved reads the first tokens twice: one by one, as vanilla would, and then all in one forward
+with the others. If the logits agree but for rounding, that forward serves the round, and later ones are believed;
+if not, the round commits one token, from a forward over it alone, and the model is written plainly from there on.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from hfspec.budget.timing import measured
+from hfspec.host.trial import Fingerprint, Trial, arithmetic, difference, rounding
+from hfspec.metrics import Metrics, Proof
+from hfspec.rounds import Draft, Verified
+from hfspec.sampling.noise import unmoved
+from hfspec.texts import Texts
+from hfspec.verification.target import Target, TooFewLogitsError
+
+logger = logging.getLogger("hfspec")
+
+#: Tokens that are read one by one: the second sees the first, in the same forward or in the cache.
+_NUM_STEPS = 2
+#: Letters of somebody else's error that are repeated.
+_MAX_LETTERS = 200
+
+
+class Proving:
+    """A target's forwards in one call, each proved if it has to be.
+
+    Args:
+        fingerprint: of the model as it stands.
+        num_before: places taken before the text begins.
+
+    Attributes:
+        seconds: that the last `verify` spent on a proof, besides the forward that serves the round.
+        why_chains: why drafts must be chains, as a tree's forward has shown; `None` if none has.
+    """
+
+    def __init__(
+        self, target: Target, trial: Trial, fingerprint: Fingerprint, metrics: Metrics, num_before: int = 0
+    ) -> None:
+        self._target = target
+        self._trial = trial
+        self._fingerprint = fingerprint
+        self._metrics = metrics
+        self._num_before = num_before
+        self.seconds = 0.0
+        trees = trial.problem(fingerprint.for_trees)
+        self.why_chains: str | None = None if trees is None else f"as a tree, {trees}"
+
+    def prefill(self, input_ids: torch.Tensor) -> Verified:
+        """The target's `prefill`; what it shows against the model is remembered."""
+        verified = self._target.prefill(input_ids)
+        # Random numbers that were drawn meanwhile may be another thread's.
+        if self._target.problem is not None and threading.active_count() == 1:
+            self._trial.note(self._fingerprint, Proof(input_ids.shape[1], 1, problem=self._target.problem))
+        return verified
+
+    def verify(self, texts: Texts, draft: Draft) -> Verified:
+        """The target's `verify`; where that turns out wrong, the logits behind the texts alone, and no more.
+
+        `target.problem` says then what was seen.
+
+        Raises:
+            Exception: whatever a forward raises that vanilla would make, too.
+        """
+        self.seconds = 0.0
+        width = 1 + draft.num_tokens
+        if width == 1:
+            return self._target.verify(texts, draft)
+        num_before = self._target.num_forwards
+        at_hand = Proof(self._num_before + max(texts.lengths) + draft.num_tokens, width)
+        known = self._trial.of(self._fingerprint_of(draft))
+        if known is None or not known.covers(at_hand.length, width):
+            verified = self._prove(texts, draft, at_hand)
+        else:
+            try:
+                verified = self._target.verify(texts, draft)
+            except TooFewLogitsError as error:
+                verified = self._give_up(texts, draft, replace(at_hand, problem=str(error)))
+        self._metrics.trial_forwards += self._target.num_forwards - num_before - 1
+        return verified
+
+    def _fingerprint_of(self, draft: Draft) -> Fingerprint:
+        """Of the model as it stands, for chains or for trees."""
+        return self._fingerprint if draft.parents is None else self._fingerprint.for_trees
+
+    def _prove(self, texts: Texts, draft: Draft, at_hand: Proof) -> Verified:
+        target, device = self._target, texts.device
+        self._metrics.trials += 1
+        with measured(device) as steps:
+            singles = [target.step(texts, draft, index) for index in range(min(_NUM_STEPS, at_hand.width))]
+        self.seconds = steps.seconds
+        self._metrics.plain_seconds += steps.seconds
+        try:
+            with unmoved(device):
+                verified = target.verify(texts, draft)
+        except Exception as error:  # it is the model's, and says that the model takes no such forward
+            return self._after(error, texts, draft, at_hand)
+        proof = _compared(target.model, singles, verified, draft, at_hand)
+        if proof.problem is not None:
+            return self._give_up(texts, draft, proof)
+        self._trial.note(self._fingerprint_of(draft), proof)
+        return verified
+
+    def _after(self, error: Exception, texts: Texts, draft: Draft, at_hand: Proof) -> Verified:
+        """An error that comes again is that of a forward over several tokens; one that does not would be vanilla's."""
+        if not isinstance(error, TooFewLogitsError | torch.OutOfMemoryError):
+            self._target.rewind()
+            try:
+                with unmoved(texts.device):
+                    self._target.verify(texts, draft)
+            except Exception as again:
+                logger.debug("hfspec: a forward over several tokens failed again", exc_info=again)
+            else:
+                self._target.rewind()
+                raise error
+        problem = str(error)
+        if not isinstance(error, TooFewLogitsError):
+            problem = f"its forward over {at_hand.width} tokens raises {type(error).__name__}: {problem[:_MAX_LETTERS]}"
+        return self._give_up(texts, draft, replace(at_hand, problem=problem), not _is_memory(error))
+
+    def _give_up(
+        self,
+        texts: Texts,
+        draft: Draft,
+        proof: Proof,
+        is_lasting: bool = True,
+    ) -> Verified:
+        """Nothing is drafted any more in this call, nor in others while the model stands as it does; or no trees."""
+        if draft.parents is None:
+            self._target.problem = proof.problem
+        else:
+            self.why_chains = f"as a tree, {proof.problem}"
+        if is_lasting:
+            self._trial.note(self._fingerprint_of(draft), proof)
+        self._target.rewind()
+        return self._target.step(texts, draft, 0)
+
+
+def _compared(
+    model: PreTrainedModel,
+    singles: Sequence[Verified],
+    verified: Verified,
+    draft: Draft,
+    at_hand: Proof,
+) -> Proof:
+    """What comes of the logits of forwards over one token each, and of one forward over all of them and more."""
+    one_by_one = torch.stack([each.logits[:, -1] for each in singles], dim=1)
+    at_once = verified.logits[:, : len(singles)]
+    name, share = arithmetic(model, at_once)
+    apart, bounds = difference(at_once, one_by_one), rounding(one_by_one, share)
+    num_drafted = torch.tensor(draft.lengths, device=apart.device)[:, None]
+    is_read = torch.arange(len(singles), device=apart.device) <= num_drafted
+    row, index = divmod(int((apart - bounds).masked_fill(~is_read, -torch.inf).argmax()), len(singles))
+    most, bound = float(apart[row, index]), float(bounds[row, index])
+    problem = None
+    if most > bound:
+        problem = (
+            f"its forward over {at_hand.width} tokens does not give what forwards over one give: at its token "
+            f"{index + 1} of a text of {at_hand.length}, logits differ by up to {most:.3g}, where {name} may round "
+            f"by {bound:.3g}"
+        )
+    return replace(
+        at_hand, difference=most, tolerance=bound, arithmetic=name, num_positions=len(singles), problem=problem
+    )
+
+
+def _is_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError)
