@@ -1,5 +1,6 @@
 """The host's caches: their kinds, and what a call's cache says of itself."""
 
+import functools
 import os
 from typing import Any
 
@@ -32,12 +33,17 @@ CROPPABLE_LAYERS = frozenset(
 #: Methods of a layer that ours replace, or that a rollback stands on.
 _STOOD_UPON = ("update", "lazy_initialization", "get_seq_length", "get_mask_sizes", "crop")
 #: Where the host's code is, and torch's, whose decorators it may wear.
-_FOLDERS = tuple(os.path.dirname(package.__file__) + os.sep for package in (transformers, torch))
+_FOLDERS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (transformers, torch))
 
 
 def is_changed(kind: type) -> bool:
     """Whether a method of one of the host's cache layers was replaced in place, as key-value compression does."""
-    return not all(_is_the_hosts(getattr(kind, name)) for name in _STOOD_UPON if hasattr(kind, name))
+    return not _are_the_hosts(*(getattr(kind, name, None) for name in _STOOD_UPON))
+
+
+@functools.lru_cache(maxsize=64)
+def _are_the_hosts(*methods: Any) -> bool:
+    return all(method is None or _is_the_hosts(method) for method in methods)
 
 
 def _is_the_hosts(method: Any) -> bool:
