@@ -387,7 +387,7 @@ class ForcingProcessor(LogitsProcessor):
 class OnForward:
     """Calls `before(module, args, kwargs)` and `after(module, args, kwargs)` around each forward of a module.
 
-    As a hook would, but a call with a forward hook on the target is not sped up.
+    As a hook would, but the rows of a batch need not keep in step for it.
     """
 
     def __init__(self, module: Any, before: Callable[..., None] | None = None, after: Any = None) -> None:

@@ -1,8 +1,11 @@
 """The host's caches: their kinds, and what a call's cache says of itself."""
 
-import inspect
+import functools
+import os
 from typing import Any
 
+import torch
+import transformers
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
@@ -29,15 +32,24 @@ CROPPABLE_LAYERS = frozenset(
 
 #: Methods of a layer that ours replace, or that a rollback stands on.
 _STOOD_UPON = ("update", "lazy_initialization", "get_seq_length", "get_mask_sizes", "crop")
+#: Where the host's code is, and torch's, whose decorators it may wear.
+_FOLDERS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (transformers, torch))
 
 
 def is_changed(kind: type) -> bool:
     """Whether a method of one of the host's cache layers was replaced in place, as key-value compression does."""
-    methods = (inspect.unwrap(getattr(kind, name)) for name in _STOOD_UPON if hasattr(kind, name))
-    raw = (getattr(kind, name) for name in _STOOD_UPON if hasattr(kind, name))
-    return any(hasattr(each, "__wrapped__") for each in raw) or any(
-        getattr(getattr(each, "__code__", None), "co_filename", None) != cache_utils.__file__ for each in methods
-    )
+    return not _are_the_hosts(*(getattr(kind, name, None) for name in _STOOD_UPON))
+
+
+@functools.lru_cache(maxsize=64)
+def _are_the_hosts(*methods: Any) -> bool:
+    return all(method is None or _is_the_hosts(method) for method in methods)
+
+
+def _is_the_hosts(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    inner = getattr(method, "__wrapped__", None)
+    return code is not None and code.co_filename.startswith(_FOLDERS) and (inner is None or _is_the_hosts(inner))
 
 
 def is_sliding(layer: Any) -> bool:

@@ -142,22 +142,22 @@ def _of_modules(model: PreTrainedModel, owners: list[weakref.ref[Any]]) -> Itera
             continue
         seen.add(id(module))
         kind, inside = type(module), vars(module)
-        yield from (kind, inside["training"])
+        yield (kind, inside["training"])
         if kind not in kinds:
             kinds.add(kind)
             yield from _identities([kind.forward], owners)
-        replaced = [inside[name] for name in ("forward", "_compiled_call_impl") if inside.get(name) is not None]
-        # A recurrent layer that steps in another thread just now is as it was otherwise.
-        replaced = [getattr(each, "was_on_instance", each) for each in replaced]
-        hooks = (*inside["_forward_pre_hooks"].values(), *inside["_forward_hooks"].values())
-        if replaced or hooks:
-            yield from _identities([*replaced, *hooks], owners)
-        for name in _ADAPTERS:
-            if name in inside:
-                yield str(inside[name])
+        forward, compiled = inside.get("forward"), inside.get("_compiled_call_impl")
+        if forward is not None or compiled is not None:
+            # A recurrent layer that steps in another thread just now is as it was otherwise.
+            yield from _identities([getattr(forward, "was_on_instance", forward), compiled], owners)
+        for hooks in (inside["_forward_pre_hooks"], inside["_forward_hooks"]):
+            if hooks:
+                yield from _identities(hooks.values(), owners)
+        if any(name in inside for name in _ADAPTERS):
+            yield str([inside.get(name) for name in _ADAPTERS])
         for weight in inside["_parameters"].values():
             if weight is not None:
-                yield from (type(weight), weight.dtype, weight.shape, weight.device.type)
+                yield (type(weight), weight.dtype, weight.shape, weight.device.type)
         waiting += inside["_modules"].values()
 
 

@@ -20,7 +20,7 @@ from hfspec.host.verdicts import (
     ragged_problem,
     target_problem,
 )
-from tests.models import SUPPORTED, build, shared
+from tests.models import SUPPORTED, both, build, prompt, shared
 
 
 @pytest.mark.parametrize("arch", SUPPORTED)
@@ -123,3 +123,12 @@ def test_which_models_count_slots():
     mistral = build("mistral")
     assert counts_slots(mistral, SpeculativeCache(DynamicCache(config=mistral.config)))
     assert counts_slots(shared("gpt2"), SpeculativeCache())
+
+
+@pytest.mark.parametrize("name", ["index_topk", "keep_window_size"])
+def test_attention_that_picks_slots(name):
+    """Up to as many as it picks it sees all; beyond, several tokens at once may see others than one."""
+    model = build()
+    setattr(model.config, name, 20)
+    both(model, build(), prompt(7), {"max_new_tokens": 12}, draft_budget=3).assert_drafted()
+    both(model, build(), prompt(7), {"max_new_tokens": 14}, draft_budget=3).assert_plain("picks slots beyond 20")
