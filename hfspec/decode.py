@@ -127,12 +127,16 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
     proving = Proving(target, call.state.trial, print_, call.metrics, prepared.num_before)
     try:
         loop.generate(target, source, acceptor, texts, controller, call.metrics, plan, proving)
+    except BaseException:
+        if call.has_own_cache:
+            target.recover(texts)
+        raise
     finally:
         source.stop()
         if target.problem is not None:
             call.note_plain(target.problem, may_raise=False)
-        target.level_cache(texts.num_new)
         call.metrics.speculative_calls = int(call.metrics.rounds > 0)
+    target.level_cache(texts.num_new)
     if prepared.streamer is not None:
         prepared.streamer.end()
     sequences = texts.whole(plan.pad_id or 0)

@@ -108,6 +108,8 @@ def _budget(target: Target, texts: Texts, controller: Controller, plan: Plan, al
     """What the round may draft: nothing where nothing can be verified."""
     if target.problem is not None:
         return RoundBudget(0, why_plain=target.problem)
+    if plan.is_in_step and not plan.pad_is_readable and any(texts.has_ended):
+        return RoundBudget(0, why_plain="a row that has ended is fed a padding id that the model does not have")
     budget = controller.next_round(texts.lengths, plan.max_length, target.num_unread)
     budget.allows_trees = allows_trees
     return budget
@@ -132,15 +134,16 @@ def _verifiable(draft: Draft, texts: Texts, plan: Plan, why_chains: str | None) 
         limits = [max(0, plan.max_length - length - 1) for length in texts.lengths]
     if draft.parents is not None and (why_chains is not None or min(limits) < draft.num_tokens):
         draft = draft.first_paths()
-    if plan.last_draft_id is not None:
-        limits = [min(pair) for pair in zip(limits, _before(plan.last_draft_id, draft, texts), strict=True)]
+    if plan.last_draft_id is not None or plan.unverifiable_ids:
+        limits = [min(pair) for pair in zip(limits, _cuts(plan, draft, texts), strict=True)]
     if plan.is_in_step:
-        return _in_step(draft, limits, texts, plan.pad_id)
+        return _in_step(draft, limits, texts, plan)
     return draft.cut(limits)
 
 
-def _in_step(draft: Draft, limits: list[int], texts: Texts, pad_id: int | None) -> Draft:
+def _in_step(draft: Draft, limits: list[int], texts: Texts, plan: Plan) -> Draft:
     """Drafts of one length; rows that have ended get the padding that is due."""
+    pad_id = plan.pad_id
     padded = [row for row, has_ended in enumerate(texts.has_ended) if has_ended and pad_id is not None]
     others = [row for row in range(draft.num_rows) if row not in padded]
     most = min(min(draft.lengths[row], limits[row]) for row in others)
@@ -153,7 +156,11 @@ def _in_step(draft: Draft, limits: list[int], texts: Texts, pad_id: int | None) 
     return Draft(token_ids, probs=probs, confidences=confidences)
 
 
-def _before(last_id: int, draft: Draft, texts: Texts) -> list[int]:
-    """How many tokens of each row's draft can be verified in one forward: those up to the first `last_id`."""
-    ids = torch.cat([texts.last([1] * draft.num_rows), draft.token_ids], dim=1).tolist()
-    return [row.index(last_id) if last_id in row else draft.num_tokens for row in ids]
+def _cuts(plan: Plan, draft: Draft, texts: Texts) -> list[int]:
+    """How many tokens of each row's draft can be verified in one forward, by what they are."""
+    cuts = []
+    for row in torch.cat([texts.last([1] * draft.num_rows), draft.token_ids], dim=1).tolist():
+        last = row.index(plan.last_draft_id) if plan.last_draft_id in row else draft.num_tokens
+        bad = next((node for node, token_id in enumerate(row[1:]) if token_id in plan.unverifiable_ids), last)
+        cuts.append(min(last, bad))
+    return cuts

@@ -8,6 +8,7 @@ written into the instance, and nothing else is patched.
 import copy
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -235,10 +236,9 @@ def _patched_class(base: Any, new: _Patch) -> Any:
     ) -> Any:
         # The decoding loop sees what the encoder made of its input; a draft with an encoder needs the input.
         with _call_on(self) as call:
-            mask = model_kwargs.get("attention_mask")
-            call.encoder_inputs = {model_input_name or self.main_input_name: inputs_tensor}
-            if mask is not None:
-                call.encoder_inputs["attention_mask"] = mask
+            accepted = inspect.signature(self.get_encoder().forward).parameters
+            given = {name: value for name, value in model_kwargs.items() if name in accepted and value is not None}
+            call.encoder_inputs = given | {model_input_name or self.main_input_name: inputs_tensor}
             return encode(self, inputs_tensor, model_kwargs, model_input_name, *args, **kwargs)
 
     def __reduce_ex__(self: Any, protocol: int) -> Any:

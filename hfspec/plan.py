@@ -25,6 +25,8 @@ class Plan:
         why_chains: why drafts must be chains; `None` where they may be trees.
         max_length: the length that no draft may reach beyond; `None` if there is none.
         last_draft_id: the id behind which nothing can be verified in the same forward, if there is one.
+        unverifiable_ids: ids that no forward may hold besides those of the prompt: they stand for images, which a
+            forward over the whole text would look for.
         pad_id: what finished rows get while others go on; `None` if vanilla goes on writing them.
     """
 
@@ -35,7 +37,9 @@ class Plan:
     why_chains: str | None
     max_length: int | None
     last_draft_id: int | None
+    unverifiable_ids: tuple[int, ...]
     pad_id: int | None
+    pad_is_readable: bool
 
     @property
     def is_in_step(self) -> bool:
@@ -67,7 +71,9 @@ class Plan:
             tree_problem(prepared.model, cache) if is_ragged else apart or why_in_step,
             prepared.max_length,
             prepared.last_draft_id,
+            prepared.media_token_ids if prepared.has_media and not prepared.uses_cache else (),
             prepared.pad_id,
+            prepared.pad_is_readable,
         )
 
 

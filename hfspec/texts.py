@@ -31,6 +31,8 @@ class Texts:
         self.lengths = [self.num_prompt] * num_rows
         self.rows = list(range(num_rows))
         self.has_ended = [False] * num_rows
+        #: Whether the whole text has been read by the target, for a token that is not chosen yet.
+        self.is_pending = False
         self._finished: dict[int, torch.Tensor] = {}
         self._num_rows = num_rows
         self._buffer = prompts.new_zeros(num_rows, self.num_prompt + _MIN_ROOM)

@@ -124,6 +124,7 @@ class Walk:
     ) -> list[int]:
         """Commit one token of a row, or of all rows together, chosen from `logits` `[rows, vocab]`; return the ids."""
         texts, device = self._texts, self._texts.device
+        texts.is_pending = True
         logits = logits if row is None else logits[row : row + 1]
         # A copy in float32, as vanilla's: processors may write into it.
         logits = logits.to(copy=True, dtype=torch.float32, device=device)
@@ -137,6 +138,7 @@ class Walk:
         if self._pad_id is not None and any(ended):
             tokens = tokens.where(torch.tensor([not each for each in ended], device=device), self._pad_id)
         texts.append(tokens, row)
+        texts.is_pending = False
         if not releases.STREAMS_AFTER_CRITERIA:
             self._stream(tokens)
         text = _Lent(texts, row)

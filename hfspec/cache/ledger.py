@@ -72,7 +72,7 @@ class SpeculativeLayer(DynamicLayer):
 
     def rollback(self, length: int) -> None:
         """Give back every slot from `length` on."""
-        if length < self.length:
+        if self.is_initialized and length < self.length:
             self._set_length(length)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -49,6 +49,7 @@ class Context:
             `None` if nowhere.
         row: which row of the batch this is.
         inputs: what else the row was given, as `generate()` keywords: an encoder's input, images; a batch of one.
+        token_types: `[1, prompt_length]`, what kind of token each id of the prompt is, where the call says so.
         encoder_outputs: of an encoder-decoder target, for this row.
         encoder: the module that made them.
     """
@@ -61,6 +62,7 @@ class Context:
     prompt_mask: torch.Tensor | None = None
     row: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    token_types: torch.Tensor | None = None
     encoder_outputs: ModelOutput | None = None
     encoder: torch.nn.Module | None = None
 

@@ -38,11 +38,20 @@ def contexts_of(
             prompt_mask=prepared.text_mask(row),
             row=row,
             inputs=inputs_of(prepared, encoder_inputs, row),
+            token_types=_token_types(prepared, row),
             encoder_outputs=None if outputs is None else forwards.row_of_outputs(outputs, row),
             encoder=None if outputs is None else prepared.model.get_encoder(),
         )
         for row in range(num_rows)
     ]
+
+
+def _token_types(prepared: Prepared, row: int) -> torch.Tensor | None:
+    """What kind of token each id of a row's prompt is, `[1, prompt_length]`; with images the model knows it."""
+    types: torch.Tensor | None = prepared.model_kwargs.get("token_type_ids")
+    if types is None or prepared.has_media or types.shape != prepared.input_ids.shape:
+        return None
+    return types[row : row + 1]
 
 
 def _of_the_encoder(prepared: Prepared, given: Mapping[str, Any], row: int) -> dict[str, Any]:

@@ -4,11 +4,13 @@ Knows no cache and no round.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hfspec.draft.base import Context
 from hfspec.errors import DraftError
@@ -37,20 +39,20 @@ def of_encoder(model: PreTrainedModel, context: Context, device: torch.device) -
         DraftError: the model has an encoder, and there is nothing to give it.
     """
     if not model.config.is_encoder_decoder:  # its mask would be the decoder's
-        return {"encoder_outputs": context.encoder_outputs}
+        return {"encoder_outputs": _to(model, device, context.encoder_outputs)}
     mask = given_mask(context)
-    masked = {} if mask is None else {_MASK: _to_device(mask, device)}
+    masked = {} if mask is None else {_MASK: mask.to(device)}
     encoder = model.get_encoder()
     if encoder is context.encoder:
         return masked | {"encoder_outputs": context.encoder_outputs}
     if not media_names(context):
         raise DraftError("the draft has an encoder, and this call came without an encoder's input")
     accepted = inspect.signature(encoder.forward).parameters
-    given = {name: _to_device(value, device) for name, value in context.inputs.items() if name in accepted}
+    given = {name: _to(model, device, value) for name, value in context.inputs.items() if name in accepted}
     return masked | {"encoder_outputs": encoder(**given, return_dict=True)}
 
 
-def media(context: Context, width: int, device: torch.device) -> dict[str, Any]:
+def media(model: PreTrainedModel, context: Context, width: int, device: torch.device) -> dict[str, Any]:
     """The images and sounds in a row's first `width` ids, for the forward that reads them."""
     mask, given = given_mask(context), {}
     for name, value in context.inputs.items():
@@ -59,8 +61,22 @@ def media(context: Context, width: int, device: torch.device) -> dict[str, Any]:
         if name.endswith(_TYPES_OF_IDS):  # one for each id of the prompt; text comes behind it
             types = Visible(mask).of(value)
             value = functional.pad(types, (0, width - types.shape[1]))
-        given[name] = _to_device(value, device)
+        given[name] = _to(model, device, value)
     return given
+
+
+def token_types(contexts: Sequence[Context], visible: Sequence["Visible"], width: int, is_first: bool) -> torch.Tensor:
+    """What kind of token each of the rows' next `width` ids is, `[rows, width]`: text goes on as the prompt ended."""
+    types = []
+    for context, each in zip(contexts, visible, strict=True):
+        if context.token_types is None:
+            raise ValueError("the call came without token types")
+        of_prompt = each.of(context.token_types) if is_first else context.token_types[:, :0]
+        missing = width - of_prompt.shape[1]
+        last = context.token_types[:, -1:].expand(-1, max(0, missing))
+        row = torch.cat([of_prompt, last], dim=1)
+        types.append(row if missing >= 0 else row[:, :width])
+    return torch.cat(types)
 
 
 class Visible:
@@ -81,5 +97,10 @@ class Visible:
         return torch.cat([prompt, input_ids[:, self._num_prompt :]], dim=-1)
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def _to(model: PreTrainedModel, device: torch.device, value: Any) -> Any:
+    """A value as this model takes it: tensors on its device, numbers that are no ids in its dtype."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _to(model, device, each) for name, each in value.items()})
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, model.dtype) if value.is_floating_point() else value.to(device)

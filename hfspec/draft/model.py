@@ -41,6 +41,7 @@ class ModelDraft(DraftSource):
         self.takes_encoder_outputs = "encoder_outputs" in self._accepted
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.takes_position_ids = "position_ids" in self._accepted
+        self.takes_token_types = "token_type_ids" in self._accepted
         self.takes_cache_position = "cache_position" in self._accepted
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self.max_positions = architectures.max_positions(model.config)
@@ -103,6 +104,7 @@ class ModelSession(Session):
         if source.takes_encoder_outputs:
             self._constant_inputs |= inputs.of_encoder(source.model, contexts[0], self._device)
         self._sees = source.sees(contexts[0])
+        self._takes_types = source.takes_token_types and all(each.token_types is not None for each in contexts)
         masks = [inputs.given_mask(each) if self._sees else each.prompt_mask for each in contexts]
         self._visible = [inputs.Visible(mask) for mask in masks]
         self._num_drafted = 0
@@ -199,13 +201,16 @@ class ModelSession(Session):
         if mask is not None:
             kwargs["attention_mask"] = mask
         if self._sees:  # what comes behind an image has positions that only the model knows
-            kwargs |= inputs.media(self._contexts[0], width, self._device) if is_first else {}
+            kwargs |= inputs.media(self._source.model, self._contexts[0], width, self._device) if is_first else {}
             if self._source.takes_cache_position:
                 kwargs["cache_position"] = position_ids[0]
         elif self._source.takes_position_ids:
             limit = self._source.max_positions
             is_beyond = limit is not None and max(self._rows.positions) > limit  # of a row that gets no draft any more
             kwargs["position_ids"] = position_ids.clamp(max=limit - 1) if limit and is_beyond else position_ids
+        if self._takes_types:
+            types = inputs.token_types(self._contexts, self._visible, width, is_first)
+            kwargs["token_type_ids"] = types.to(self._device)
         if self._source.limits_logits:
             kwargs["logits_to_keep"] = 1 if ends_together or not wants_logits else width
         with stepping([] if is_first else self._stepping_layers):

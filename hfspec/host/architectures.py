@@ -304,11 +304,18 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def max_positions(config: Any) -> int | None:
-    """How many positions a model of this config has, if it says so; some have tables that end there."""
+    """How many positions a model of this config has, if it has a table of them that ends; rotary positions do not."""
     config = config.get_text_config(decoder=True)
+    if is_rotary(config):
+        return None
     names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len")
     limits = (getattr(config, name, None) for name in names)
     return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def is_rotary(config: Any) -> bool:
+    """Whether a text model of this config works its positions out, by rotation, as far as the text goes."""
+    return any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
 
 
 def auto_class(config: Any) -> Any:

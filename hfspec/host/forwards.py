@@ -49,9 +49,11 @@ def advance(
     """
     host: Any = model
     model_kwargs = dict(model_kwargs)
-    # Token types grow otherwise by many than one by one, which is how vanilla decodes.
+    # Token types grow otherwise by many than one by one, which is how vanilla decodes, and how a model's own way of
+    # growing its inputs is called.
     has_types = any("token_type" in name and value is not None for name, value in model_kwargs.items())
-    if releases.ADVANCES_BY_MANY and not has_types:
+    is_hosts = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
+    if releases.ADVANCES_BY_MANY and is_hosts and not has_types:
         advanced: dict[str, Any] = host._update_model_kwargs_for_generation(
             outputs, model_kwargs, model.config.is_encoder_decoder, num_new_tokens
         )

@@ -85,6 +85,12 @@ class Prepared:
         return int(pad) if self.ends_by_token and pad is not None else None
 
     @property
+    def pad_is_readable(self) -> bool:
+        """Whether the model could read the padding that finished rows get."""
+        size = getattr(self.model.get_input_embeddings(), "num_embeddings", self.vocab_size)
+        return self.pad_id is None or 0 <= self.pad_id < size
+
+    @property
     def returns_states(self) -> bool:
         """Whether the caller gets more than the tokens."""
         return bool(self.generation_config.return_dict_in_generate)
@@ -119,7 +125,7 @@ class Prepared:
             places.append(int(mask.shape[-1]) - num_ids)
         else:  # 5.24 keeps only the length of a mask that hides nothing
             places.append((getattr(self.generation_config, "_mask_length", None) or 0) - num_ids)
-        if position_ids is not None:
+        if position_ids is not None and position_ids.numel():
             places.append(int(position_ids.max()) + 1 - num_ids)
         return max(places)
 
@@ -134,6 +140,11 @@ class Prepared:
         return not self.model.config.is_encoder_decoder and any(
             _is_given(self.model_kwargs.get(name)) for name in (*MEDIA_INPUTS, _ENCODED_MEDIA)
         )
+
+    @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """The ids that stand in a text for images, videos and sounds."""
+        return _media_token_ids(self.model.config)
 
     def padding_mask(self, row: int) -> torch.Tensor | None:
         """Which of a row's prompt ids `[1, prompt_length]` are no padding, if not all."""

@@ -55,6 +55,8 @@ def plain_reason(prepared: Prepared, max_drafted: int) -> str | None:
         return problem
     if config.output_attentions and architectures.looks_ahead_for_attentions(model):
         return "asked for attention weights, it looks ahead within what is fed at once"
+    if prepared.ends_by_token and prepared.pad_id is None:
+        return "a token may end it, and there is no padding id for what comes behind"
     if prepared.synced_gpus:
         return "several processes must make the same forwards (synced_gpus)"
     if not prepared.uses_cache:
@@ -132,6 +134,8 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
         return "a stopping criterion may look at the whole batch"
     if not prepared.ends_by_token and not all(type(each) is MaxLengthCriteria for each in prepared.criteria):
         return "rows that have ended go on until all have, as no token ends them"
+    if not prepared.pad_is_readable:
+        return "rows that have ended are to be fed a padding id that the model does not have"
     return apart_problem(prepared, cache)
 
 
@@ -263,9 +267,8 @@ def counts_slots(model: PreTrainedModel, cache: Cache) -> bool:
     Only a model with rotary positions and full attention surely does not.
     """
     config = model.config.get_text_config(decoder=True)
-    is_rotary = any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
     has_alibi = bool(getattr(config, "alibi", False))
-    return not is_rotary or has_alibi or any(caches.is_sliding(layer) for layer in cache.layers)
+    return not architectures.is_rotary(config) or has_alibi or any(caches.is_sliding(layer) for layer in cache.layers)
 
 
 def _is_the_hosts(kind: type) -> bool:

@@ -108,6 +108,9 @@ class RaggedTarget(Target):
         self._model_kwargs = forwards.select_rows(self._model_kwargs, rows, num_rows)
         self._template = None
 
+    def recover(self, texts: Texts) -> None:
+        """Nothing to do: a cache of the caller's is not handed here."""
+
     def level_cache(self, num_new: int) -> None:
         """Nothing to do: rounds leave it level, and after an error nobody sees it."""
 

@@ -3,7 +3,7 @@
 Knows nothing of where drafts come from or how they are judged.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -110,6 +110,22 @@ class Target:
         if num_new:
             self._rollback.to(num_new - 1)
 
+    def recover(self, texts: Texts) -> None:
+        """After an error outside the target: bring the caller's cache to what vanilla would have read of the texts."""
+        num_read = texts.num_new - 1 + texts.is_pending
+        if num_read < 0:
+            return
+        self._rollback.to(num_read)
+        num_missing = num_read - self._rollback.num_read
+        if num_missing > 0:
+            ahead = num_read - self._num_new
+            kwargs = forwards.cut_last(self.model, self._model_kwargs)
+            if ahead >= 0:
+                kwargs = forwards.advance(self.model, ModelOutput(), self._model_kwargs, ahead)
+            input_ids = texts.together()[:, : texts.num_prompt + num_read]
+            with suppress(Exception):  # the caller gets the first error
+                self._forward(forwards.prepare_last(self.model, input_ids, num_missing, kwargs), 1, num_missing)
+
     def catch_up(self, input_ids: torch.Tensor) -> bool:
         """Read what a cache that had to go back still lacks of the whole text, so that it is as vanilla's.
 
@@ -206,6 +222,9 @@ class UncachedTarget(Target):
     def level_cache(self, num_new: int) -> None:
         """Nothing to level."""
         self._num_new = num_new
+
+    def recover(self, texts: Texts) -> None:
+        """Nothing to recover."""
 
     def cache_for_user(self) -> Any:
         """What vanilla hands back: nothing, or what was passed."""
