@@ -58,6 +58,9 @@ def test_positions_stay_contiguous_after_rollbacks(num_prompt):
     explicit = {"position_ids": torch.arange(num_prompt)[None]}
     seen, hook = positions_of(model)
     with hfspec.patched(model, script, draft_budget=4):
+        model.generate(ids, **NEW)  # proves what the next call's rounds stand on, by forwards that are none of a round
+        seen.clear()
+        script.outcomes.clear()
         model.generate(ids, **NEW)
         hook.remove()
     next_position = 0
