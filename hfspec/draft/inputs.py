@@ -4,7 +4,6 @@ Knows no cache and no round.
 """
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,18 +64,18 @@ def media(model: PreTrainedModel, context: Context, width: int, device: torch.de
     return given
 
 
-def token_types(contexts: Sequence[Context], visible: Sequence["Visible"], width: int, is_first: bool) -> torch.Tensor:
-    """What kind of token each of the rows' next `width` ids is, `[rows, width]`: text goes on as the prompt ended."""
-    types = []
-    for context, each in zip(contexts, visible, strict=True):
-        if context.token_types is None:
-            raise ValueError("the call came without token types")
-        of_prompt = each.of(context.token_types) if is_first else context.token_types[:, :0]
-        missing = width - of_prompt.shape[1]
-        last = context.token_types[:, -1:].expand(-1, max(0, missing))
-        row = torch.cat([of_prompt, last], dim=1)
-        types.append(row if missing >= 0 else row[:, :width])
-    return torch.cat(types)
+def token_types(types: torch.Tensor, visible: "Visible", width: int, num_first: int) -> torch.Tensor:
+    """What kind of token each of a row's next `width` ids is, `[1, width]`: text goes on as the prompt ended.
+
+    Args:
+        types: of the prompt's ids, `[1, prompt_length]`.
+        num_first: in the first forward, how many ids the row reads, at the right end; 0 in others.
+    """
+    last = types[:, -1:].expand(-1, width)
+    if not num_first:
+        return last
+    row = torch.cat([visible.of(types), last], dim=1)[:, :num_first]
+    return functional.pad(row, (width - num_first, 0))
 
 
 class Visible:

@@ -209,8 +209,7 @@ class ModelSession(Session):
             is_beyond = limit is not None and max(self._rows.positions) > limit  # of a row that gets no draft any more
             kwargs["position_ids"] = position_ids.clamp(max=limit - 1) if limit and is_beyond else position_ids
         if self._takes_types:
-            types = inputs.token_types(self._contexts, self._visible, width, is_first)
-            kwargs["token_type_ids"] = types.to(self._device)
+            kwargs["token_type_ids"] = self._token_types(width, lengths if is_first else [0] * len(lengths))
         if self._source.limits_logits:
             kwargs["logits_to_keep"] = 1 if ends_together or not wants_logits else width
         with stepping([] if is_first else self._stepping_layers):
@@ -222,6 +221,15 @@ class ModelSession(Session):
                 at = (last - 1)[:, None, None].expand(-1, 1, logits.shape[2])
                 return self._fitted(logits[:, -width:].gather(1, at)[:, 0])
         return self._fitted(logits[:, -1])
+
+    def _token_types(self, width: int, num_first: Sequence[int]) -> torch.Tensor:
+        """Of each row's next `width` ids, `[rows, width]`."""
+        types = [
+            inputs.token_types(context.token_types, visible, width, number)
+            for context, visible, number in zip(self._contexts, self._visible, num_first, strict=True)
+            if context.token_types is not None
+        ]
+        return torch.cat(types).to(self._device)
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
         """As wide as the target's, in float32, where the target's are."""
