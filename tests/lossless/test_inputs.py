@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import pkgutil
+import warnings
 
 import pytest
 import torch
@@ -245,7 +246,9 @@ def _overriding(method: str) -> list[type]:
     found = []
     for module in pkgutil.iter_modules(transformers.models.__path__):
         try:
-            modeling = importlib.import_module(f"transformers.models.{module.name}.modeling_{module.name}")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what the host's modules have to say of torch
+                modeling = importlib.import_module(f"transformers.models.{module.name}.modeling_{module.name}")
         except ImportError:  # some need packages that are not here
             continue
         for _, kind in inspect.getmembers(modeling, inspect.isclass):

@@ -15,10 +15,6 @@ CALLS = {
     "sampled": SAMPLED,
     "without a cache": {"do_sample": False, "use_cache": False},
 }
-    "greedy": {"do_sample": False},
-    "sampled": SAMPLED,
-    "without a cache": {"do_sample": False, "use_cache": False},
-}
 
 
 class WritingCriterion(StoppingCriteria):
