@@ -91,6 +91,13 @@ class Call:
     was_decoded: bool = False
     encoder_inputs: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=lambda: Metrics(calls=1))
+    is_counted: bool = False
+
+    def finish(self) -> None:
+        """Count the call, once: before whoever reads its streamer is told that it is over, or else at its end."""
+        if not self.is_counted:
+            self.is_counted = True
+            self.state.finish(self.metrics)
 
     @property
     def plain_reason(self) -> str | None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hfspec.config import CALL_OPTIONS
 from hfspec.errors import ConfigError
 from hfspec.host import releases
+from hfspec.lookalike import call_options
 from hfspec.patch import is_patched, options_of
 from hfspec.sampling.noise import SeededNoise
 
@@ -68,7 +69,7 @@ def verify(model: PreTrainedModel, inputs: Any, *, seed: int = 0, **generate_kwa
         PatchError: the model is not patched.
         ConfigError: `acceptance="rejection"` with sampling keeps the distribution of the tokens, not the tokens.
     """
-    acceptance = generate_kwargs.get("acceptance", options_of(model).acceptance)
+    acceptance = call_options(model, generate_kwargs).get("acceptance", options_of(model).acceptance)
     if acceptance == "rejection" and _is_sampled(model, generate_kwargs):
         raise ConfigError(
             "verify() compares tokens; acceptance='rejection' keeps only their distribution. Use 'seeded'."

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from hfspec import loop
 from hfspec.accept.record import Record
@@ -115,6 +116,7 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
         target.level_cache(transcripts[0].num_new)
         call.metrics.speculative_calls = int(call.metrics.rounds > 0)
     if prepared.streamer is not None:
+        call.finish()  # who reads the text may ask for stats as soon as it ends
         prepared.streamer.end()
     sequences = _joined(transcripts)
     if prepared.returns_states or call.has_own_cache:
@@ -140,18 +142,53 @@ def run_plain(
     call.was_decoded = True
     call.note_plain(reason)
     started = time.perf_counter()
-    try:
-        result = vanilla(input_ids, *args, **kwargs)
-    finally:
+
+    def count(num_new: int) -> None:
+        if call.is_counted:
+            return
         seconds = time.perf_counter() - started
         call.metrics.plain_seconds += seconds
         call.metrics.total_seconds += seconds
-    sequences = getattr(result, "sequences", result)
-    if isinstance(sequences, torch.Tensor):
-        num_new = sequences.shape[1] - input_ids.shape[1]
-        call.metrics.new_tokens += sequences.shape[0] * num_new
+        call.metrics.new_tokens += input_ids.shape[0] * num_new
         call.metrics.host_steps += num_new
+
+    num_new = 0
+    streamer = kwargs.get("streamer")
+    if streamer is not None:
+
+        def count_streamed(num_tokens: int) -> None:
+            count(num_tokens // input_ids.shape[0])
+            call.finish()
+
+        kwargs["streamer"] = _CountedStreamer(streamer, count_streamed)
+    try:
+        result = vanilla(input_ids, *args, **kwargs)
+        sequences = getattr(result, "sequences", result)
+        if isinstance(sequences, torch.Tensor):
+            num_new = sequences.shape[1] - input_ids.shape[1]
+    finally:
+        count(num_new)
     return result
+
+
+class _CountedStreamer(BaseStreamer):
+    """The user's streamer, before whose end the call is counted."""
+
+    def __init__(self, inner: Any, count: Callable[[int], None]) -> None:
+        self._inner = inner
+        self._count = count
+        self._num_tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, value: Any) -> None:
+        self._num_tokens += getattr(value, "numel", lambda: 0)()
+        self._inner.put(value)
+
+    def end(self) -> None:
+        self._count(self._num_tokens)
+        self._inner.end()
 
 
 def _rule(options: Options, prepared: Prepared, noise: SeededNoise | RowNoise) -> Rule:
