@@ -5,7 +5,8 @@ difference in the output is a near-tie if the two tokens' scores lie closer toge
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from hfspec.errors import ConfigError
 from hfspec.host import releases
 from hfspec.lookalike import call_options
 from hfspec.patch import is_patched, options_of
-from hfspec.sampling.noise import SeededNoise
+from hfspec.sampling.noise import SeededNoise, unmoved
 
 #: Arguments that a run may change.
 _LEFT_CHANGED = (*releases.CACHE_KEYS, "logits_processor", "stopping_criteria", "encoder_outputs")
@@ -161,8 +162,7 @@ def _evidence(
     preference = again.scores[-1][row].double()
     temperature = 1.0
     if _is_sampled(model, generate_kwargs):
-        with torch.random.fork_rng(_cuda_devices(model)):
-            torch.manual_seed(seed)
+        with _seeded(model, seed):
             noise = SeededNoise().peek(again.scores[-1], position=index - num_prompt)
         preference = preference - noise[row].double().log()
         config = generate_kwargs.get("generation_config") or model.generation_config
@@ -199,8 +199,7 @@ def _seeded_generate(model: PreTrainedModel, seed: int, call: dict[str, Any]) ->
     generate: Any = model.generate
     own = {name: _copied(value) if name in _LEFT_CHANGED else value for name, value in call.items()}
     own.pop("streamer", None)
-    with torch.random.fork_rng(_cuda_devices(model)):
-        torch.manual_seed(seed)
+    with _seeded(model, seed):
         return generate(**own)
 
 
@@ -233,6 +232,12 @@ def _extended_mask(call: dict[str, Any], prefix: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def _cuda_devices(model: PreTrainedModel) -> list[torch.device]:
-    devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
-    return sorted(devices, key=str)
+@contextmanager
+def _seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    """Begin with `seed`; afterwards the generators of all the model's devices, of whatever type, are as before."""
+    with ExitStack() as stack:
+        for device in {each.device for each in model.parameters() if each.device.type not in ("cpu", "meta")}:
+            stack.enter_context(unmoved(device))
+        stack.enter_context(unmoved(torch.device("cpu")))
+        torch.manual_seed(seed)
+        yield
