@@ -59,12 +59,13 @@ def sample(
         synced_gpus,
     )
     reason = call.plain_reason or plain_reason(prepared, call.options.budget.max_tokens) or call.drafting.problem
-    if reason is None:
-        call.was_decoded = True
+    call.was_decoded = True
+    if reason is not None:
+        call.note_plain(reason)
+    elif call.note_paused() is None:
         return _speculate(call, prepared)
-    return run_plain(
+    return _run(
         call,
-        reason,
         vanilla,
         input_ids,
         logits_processor=logits_processor,
@@ -113,6 +114,8 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
         loop.generate(target, source, transcripts, controller, call.metrics, prepared.max_length)
     finally:
         source.stop()
+        if call.metrics.drafted_tokens and not source.has_failed:
+            call.state.note_drafts(call.drafting.given)
         target.level_cache(transcripts[0].num_new)
         call.metrics.speculative_calls = int(call.metrics.rounds > 0)
     if prepared.streamer is not None:
@@ -141,23 +144,27 @@ def run_plain(
     """
     call.was_decoded = True
     call.note_plain(reason)
+    return _run(call, vanilla, input_ids, *args, **kwargs)
+
+
+def _run(call: Call, vanilla: Callable[..., Any], input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     started = time.perf_counter()
 
-    def count(num_new: int) -> None:
+    def count(num_rows: int, num_new: int) -> None:
         if call.is_counted:
             return
         seconds = time.perf_counter() - started
         call.metrics.plain_seconds += seconds
         call.metrics.total_seconds += seconds
-        call.metrics.new_tokens += input_ids.shape[0] * num_new
+        call.metrics.new_tokens += num_rows * num_new
         call.metrics.host_steps += num_new
 
-    num_new = 0
+    num_rows, num_new = input_ids.shape[0], 0
     streamer = kwargs.get("streamer")
     if streamer is not None:
 
         def count_streamed(num_tokens: int) -> None:
-            count(num_tokens // input_ids.shape[0])
+            count(num_rows, num_tokens // num_rows)
             call.finish()
 
         kwargs["streamer"] = _CountedStreamer(streamer, count_streamed)
@@ -165,9 +172,9 @@ def run_plain(
         result = vanilla(input_ids, *args, **kwargs)
         sequences = getattr(result, "sequences", result)
         if isinstance(sequences, torch.Tensor):
-            num_new = sequences.shape[1] - input_ids.shape[1]
+            num_rows, num_new = sequences.shape[0], sequences.shape[1] - input_ids.shape[1]
     finally:
-        count(num_new)
+        count(num_rows, num_new)
     return result
 
 
@@ -206,6 +213,7 @@ def _joined(transcripts: list[Transcript]) -> torch.Tensor:
 def _failure_counter(call: Call) -> Callable[[str], None]:
     def count(reason: str) -> None:
         call.metrics.fallback_reasons[reason] += 1
+        call.state.note_fault(call.drafting.given, reason)
         call.state.warn_once(reason, "%s. The call goes on without drafts; its output is not affected.")
 
     return count

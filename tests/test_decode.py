@@ -14,6 +14,7 @@ from hfspec.draft.base import BatchSession
 from hfspec.host import architectures, releases
 from tests.models import (
     PAD,
+    FunctionSource,
     assert_same,
     both,
     build,
@@ -403,3 +404,43 @@ def test_processes_that_share_a_model_must_choose_alike(budget, is_plain):
     model._tp_size = 2  # as the host notes it; the layers are whole here
     pair = both(model, noisy(), prompt(), NEW, draft_budget=budget).assert_same()
     pair.assert_plain("tensor parallel") if is_plain else pair.assert_drafted()
+
+
+def test_a_source_that_goes_on_failing_is_paused():
+    """It is tried again after 1, 2, 4, … plain calls, which keep the reason; one whole call ends that."""
+    tries, is_broken = [], True
+
+    def propose(input_ids, budget, number):
+        tries.append(number)
+        if is_broken:
+            raise RuntimeError("no drafts today")
+        return Draft(rows(5))
+
+    source = FunctionSource(propose)
+    model = hfspec.patch(build(), source, draft_budget=2, on_unsupported="raise")
+    expected = plain_text(build(), prompt(), **NEW)
+
+    def is_tried() -> bool:
+        before = len(tries)
+        assert torch.equal(model.generate(prompt(), **NEW), expected)
+        return len(tries) > before
+
+    assert [is_tried() for _ in range(12)] == [n in (0, 2, 5, 10) for n in range(12)]
+    reason = hfspec.stats(model).last.fallback_reason
+    assert "no drafts today" in reason
+    assert "tried again in 7 calls" in reason or "tried again in 8 calls" in reason
+    is_broken = False
+    assert [is_tried() for _ in range(9)] == [n >= 7 for n in range(9)]
+    assert hfspec.stats(model).last.fallback_reason is None
+
+
+def test_a_pause_is_of_one_source_alone():
+    """Another source that a call names drafts as ever."""
+
+    def fail(input_ids, budget, number):
+        raise RuntimeError
+
+    model = hfspec.patch(build(), FunctionSource(fail), draft_budget=2)
+    model.generate(prompt(), **NEW)
+    model.generate(prompt(), draft=noisy(), **NEW)
+    assert hfspec.stats(model).last.drafted_tokens > 0
