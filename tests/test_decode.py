@@ -92,7 +92,7 @@ FAST_CALLS: dict[str, tuple[torch.Tensor | None, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", FAST_CALLS)
 def test_calls_of_every_shape_are_sped_up(name):
-    """Case 10: batches, several sequences, static caches and embeddings give vanilla's result, with drafts."""
+    """Batches, several sequences, static caches and embeddings give vanilla's result, with drafts."""
     ids, call = FAST_CALLS[name]
     pair = both(build(), noisy(), ids, NEW | call, draft_budget=3).assert_same().assert_drafted()
     num_rows = getattr(pair.fast, "sequences", pair.fast).shape[0]
@@ -134,7 +134,7 @@ def test_a_static_cache_handed_in_is_sped_up():
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("arch", "num_rows"), [("t5", 1), ("t5", 3), ("mistral", 1), ("mistral", 3)])
 def test_targets_of_other_kinds_are_sped_up(arch, num_rows, do_sample):
-    """Case 21: encoder-decoder and sliding-window targets give vanilla's tokens, with drafts of their kind."""
+    """Encoder-decoder and sliding-window targets give vanilla's tokens, with drafts of their kind."""
     model, ids = shared(arch), torch.cat([prompt(12, seed=seed) for seed in range(num_rows)])
     call = {"max_new_tokens": 30, "do_sample": do_sample}
     pair = both(model, noisy(arch), ids, call, draft_budget=3).assert_same().assert_drafted()
@@ -146,7 +146,7 @@ def test_targets_of_other_kinds_are_sped_up(arch, num_rows, do_sample):
 )
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_layers_that_forget_are_fed_token_by_token(num_rows):
-    """Case 21: Mamba, which starts anew when several tokens come at once, is given them one by one; so as a draft."""
+    """Mamba, which starts anew when several tokens come at once, is given them one by one; so as a draft."""
     ids = torch.cat([prompt(12, seed=seed) for seed in range(num_rows)])
     both(build("mamba"), noisy("mamba"), ids, NEW, draft_budget=3).assert_same().assert_drafted()
     pair = both(build("mamba"), build("mamba"), ids, NEW, draft_budget=3).assert_same().assert_drafted()
@@ -169,7 +169,7 @@ def test_drafts_that_cannot_draft_run_plain():
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_draft_with_windows_drafts(num_rows):
-    """Case 21: a sliding-window draft is rolled back as any other, far beyond its window."""
+    """A sliding-window draft is rolled back as any other, far beyond its window."""
     ids = torch.cat([prompt(12, seed=seed) for seed in range(num_rows)])
     target = build(num_hidden_layers=2)
     target.load_state_dict(shared("mistral").state_dict())

@@ -2,8 +2,8 @@
 
 `torch.multinomial(probs, 1)` is `argmax(probs / noise)` with `noise ~ Exp(1)` from the default
 generator of the device. Whoever knows the generator's state knows the noise of the positions to
-come: a draft source may look at it, and propose what the target is likely to pick (DESIGN §3B;
-Daliri et al. 2024, arXiv 2408.07978).
+come: a draft source may look at it, and propose what the target is likely to pick
+(Daliri et al. 2024, arXiv 2408.07978).
 """
 
 import threading
