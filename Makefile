@@ -33,7 +33,7 @@ test: $(STAMP) ## the whole suite on the newest transformers, then the host cont
 	$(BIN)/nox -s host
 
 quick: $(STAMP) ## a telling minute of the suite: acceptance, caches, budget, sampling, patching, some texts
-	$(BIN)/python -m pytest -q -m "not real_pair" tests/accept tests/cache tests/budget/test_cost.py \
+	$(BIN)/python -m pytest -q -n 2 -m "not real_pair" tests/accept tests/cache tests/budget/test_cost.py \
 		tests/budget/test_controller.py tests/budget/test_timing.py tests/sampling tests/test_config.py \
 		tests/test_patch.py tests/lossless/test_identity.py $(PYTEST_ARGS)
 
