@@ -22,6 +22,7 @@ from hfspec.budget.controller import Controller
 from hfspec.cache.ledger import speculative_cache
 from hfspec.call import Call
 from hfspec.config import Options
+from hfspec.draft.agreed import among_processes
 from hfspec.draft.contexts import contexts_of
 from hfspec.draft.guard import Guard
 from hfspec.host import caches, forwards
@@ -102,7 +103,8 @@ def _speculate(call: Call, prepared: Prepared) -> Any:
             for row, draws in enumerate(noises)
         ]
     contexts = contexts_of(prepared, transcripts[0].rule.name, noises, call.encoder_inputs)
-    source = Guard(call.drafting.source, contexts, on_failure=_failure_counter(call))
+    drafting = among_processes(call.drafting.source, call.model)
+    source = Guard(drafting, contexts, on_failure=_failure_counter(call))
     # Rows in step go on only where all of them accept: what a single row's confidence says is no guide there.
     controller = Controller(
         call.options.budget,
