@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY = passive
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test quick lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,11 @@ test: $(STAMP) ## the whole suite on the newest transformers, then the host cont
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not real_pair" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m real_pair $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: none was chosen
 	$(BIN)/nox -s host
+
+quick: $(STAMP) ## a telling minute of the suite: acceptance, caches, budget, sampling, patching, some texts
+	$(BIN)/python -m pytest -q -n 2 -m "not real_pair" tests/accept tests/cache tests/budget/test_cost.py \
+		tests/budget/test_controller.py tests/budget/test_timing.py tests/sampling tests/test_config.py \
+		tests/test_patch.py tests/lossless/test_identity.py $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy and the import layers
 	$(BIN)/ruff check .

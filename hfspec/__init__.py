@@ -20,7 +20,7 @@ from hfspec.errors import (
     UnsupportedCallError,
 )
 from hfspec.metrics import Metrics, Stats
-from hfspec.patch import patch, patched, stats, unpatch
+from hfspec.patch import is_patched, patch, patched, stats, unpatch
 from hfspec.rounds import Draft, Outcome, Outcomes, RoundBudget
 from hfspec.texts import Texts
 
@@ -48,6 +48,7 @@ __all__ = [
     "UnknownOptionError",
     "UnsupportedCallError",
     "Verdict",
+    "is_patched",
     "patch",
     "patched",
     "stats",

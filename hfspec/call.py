@@ -23,8 +23,19 @@ from hfspec.metrics import Metrics, Stats
 
 logger = logging.getLogger("hfspec")
 
+#: A source that goes on failing is tried again after so many calls.
+_LONGEST_PAUSE = 1024
 #: Different reasons that are warned of, for one patched model.
 _MAX_WARNINGS = 50
+
+
+@dataclass
+class _Faults:
+    """A draft source's failures in a row, and for how many more calls it is left alone (1, then 2, 4, 8, …)."""
+
+    reason: str
+    num_failures: int = 0
+    calls_left: int = 0
 
 
 @dataclass
@@ -37,6 +48,7 @@ class PatchState:
     trial: Trial = field(default_factory=Trial)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _experience: dict[tuple[int, bool], tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
+    _faults: dict[int, tuple["weakref.ref[Any]", "_Faults"]] = field(default_factory=dict)
 
     def warn_once(self, reason: str, message: str) -> None:
         """Log `message` about `reason`, unless it was said of this model before, or a great many others were."""
@@ -58,6 +70,35 @@ class PatchState:
                 Experience(),
             )
         return found[1]
+
+    def note_fault(self, given: object, reason: str) -> None:
+        """The source failed: the next calls do without it, the more the oftener it has failed."""
+        with self._lock:
+            known = self._faults.get(id(given))
+            if known is None or known[0]() is not given:
+                key = id(given)
+                known = weakref.ref(given, lambda _: self._faults.pop(key, None)), _Faults(reason)
+                self._faults[key] = known
+            faults = known[1]
+            faults.reason = reason
+            faults.num_failures += 1
+            faults.calls_left = min(2 ** (faults.num_failures - 1), _LONGEST_PAUSE)
+
+    def note_drafts(self, given: object) -> None:
+        """The source drafted through a whole call: what was before is forgotten."""
+        with self._lock:
+            self._faults.pop(id(given), None)
+
+    def pause(self, given: object) -> str | None:
+        """Why this call does without a source that has failed, or `None`; counts the call."""
+        with self._lock:
+            known = self._faults.get(id(given))
+            if known is None or known[0]() is not given or known[1].calls_left == 0:
+                return None
+            known[1].calls_left -= 1
+            left = known[1].calls_left
+            when = "the next call" if left == 0 else f"{left + 1} calls"
+            return f"{known[1].reason} in an earlier call; it is tried again in {when}"
 
     def stats(self) -> Stats:
         """The counts as they are now."""
@@ -93,6 +134,13 @@ class Call:
     was_decoded: bool = False
     encoder_inputs: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=lambda: Metrics(calls=1))
+    is_counted: bool = False
+
+    def finish(self) -> None:
+        """Count the call, once: before whoever reads its streamer is told that it is over, or else at its end."""
+        if not self.is_counted:
+            self.is_counted = True
+            self.state.finish(self.metrics)
 
     @property
     def plain_reason(self) -> str | None:
@@ -108,6 +156,13 @@ class Call:
                 "a fixed number as draft_budget is the same for all"
             )
         return None
+
+    def note_paused(self) -> str | None:
+        """Why this call does without its source for now, or `None`. Nobody is warned or stopped: it failed before."""
+        reason = self.state.pause(self.drafting.given)
+        if reason is not None:
+            self.metrics.fallback_reasons[reason] += 1
+        return reason
 
     def note_plain(self, reason: str, may_raise: bool = True) -> None:
         """This call runs plain: count the reason, say it once per model, or raise if told to."""

@@ -6,7 +6,8 @@ where these differ by more than rounding can, that excuses nothing.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ from hfspec.config import CALL_OPTIONS
 from hfspec.errors import ConfigError
 from hfspec.host import releases
 from hfspec.host.trial import arithmetic, difference, rounding
+from hfspec.lookalike import call_options
 from hfspec.patch import is_patched, options_of
-from hfspec.sampling.noise import BatchNoise
+from hfspec.sampling.noise import BatchNoise, unmoved
 
 #: Arguments that a run may change.
 _LEFT_CHANGED = (*releases.CACHE_KEYS, "logits_processor", "stopping_criteria", "encoder_outputs")
@@ -71,7 +73,7 @@ def verify(model: PreTrainedModel, inputs: Any, *, seed: int = 0, **generate_kwa
         PatchError: the model is not patched.
         ConfigError: `acceptance="rejection"` with sampling keeps the distribution of the tokens, not the tokens.
     """
-    acceptance = generate_kwargs.get("acceptance", options_of(model).acceptance)
+    acceptance = call_options(model, generate_kwargs).get("acceptance", options_of(model).acceptance)
     if acceptance == "rejection" and _is_sampled(model, generate_kwargs):
         raise ConfigError(
             "verify() compares tokens; acceptance='rejection' keeps only their distribution. Use 'seeded'."
@@ -163,8 +165,7 @@ def _evidence(
     preference = again.scores[-1][row].double()
     temperature = 1.0
     if _is_sampled(model, generate_kwargs):
-        with torch.random.fork_rng(_cuda_devices(model)):
-            torch.manual_seed(seed)
+        with _seeded(model, seed):
             noise = BatchNoise(len(again.scores[-1])).share().peek(again.scores[-1], position=index - num_prompt)
         preference = preference - noise[row].double().log()
         config = generate_kwargs.get("generation_config") or model.generation_config
@@ -204,8 +205,7 @@ def _seeded_generate(model: PreTrainedModel, seed: int, call: dict[str, Any]) ->
     generate: Any = model.generate
     own = {name: _copied(value) if name in _LEFT_CHANGED else value for name, value in call.items()}
     own.pop("streamer", None)
-    with torch.random.fork_rng(_cuda_devices(model)):
-        torch.manual_seed(seed)
+    with _seeded(model, seed):
         return generate(**own)
 
 
@@ -238,6 +238,12 @@ def _extended_mask(call: dict[str, Any], prefix: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def _cuda_devices(model: PreTrainedModel) -> list[torch.device]:
-    devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
-    return sorted(devices, key=str)
+@contextmanager
+def _seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    """Begin with `seed`; afterwards the generators of all the model's devices, of whatever type, are as before."""
+    with ExitStack() as stack:
+        for device in {each.device for each in model.parameters() if each.device.type not in ("cpu", "meta")}:
+            stack.enter_context(unmoved(device))
+        stack.enter_context(unmoved(torch.device("cpu")))
+        torch.manual_seed(seed)
+        yield

@@ -19,6 +19,8 @@ CALL_OPTIONS = ("draft", "draft_budget", "acceptance", "speculate", "on_unsuppor
 
 #: Above this many draft tokens a round rarely pays on any hardware.
 DEFAULT_MAX_TOKENS = 16
+#: No target reads more than this many tokens at the price of a few; a larger budget is a slip.
+MAX_TOKENS = 256
 
 
 def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
@@ -52,6 +54,11 @@ class DraftBudget:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"DraftBudget({name}={value!r}): a number of tokens is a whole number, 0 or more.")
+        if self.max_tokens > MAX_TOKENS:
+            raise ConfigError(
+                f"DraftBudget(max_tokens={self.max_tokens}): so many draft tokens a round cannot pay; pass at most "
+                f"{MAX_TOKENS}, or 'auto', which measures how many do."
+            )
         if self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"DraftBudget(min_tokens={self.min_tokens}, max_tokens={self.max_tokens}): "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from hfspec import loop
 from hfspec.accept.processing import Processing
@@ -21,6 +22,7 @@ from hfspec.accept.walk import Walk
 from hfspec.budget.controller import Controller
 from hfspec.cache.ledger import speculative_cache
 from hfspec.call import Call
+from hfspec.draft.agreed import among_processes
 from hfspec.draft.base import CallView
 from hfspec.draft.contexts import contexts_of
 from hfspec.draft.guard import Guard
@@ -65,16 +67,17 @@ def sample(
         synced_gpus,
     )
     reason = call.plain_reason or plain_reason(prepared, call.options.budget.max_tokens) or call.drafting.problem
+    call.was_decoded = True
     if reason is None:
         cache = _cache_of(call, prepared)
         plan, print_ = _plan(call, prepared, cache)
         reason = call.state.trial.problem(print_)
-        if reason is None:
-            call.was_decoded = True
+        if reason is None and call.note_paused() is None:
             return _speculate(call, prepared, cache, plan, print_)
-    return run_plain(
+    if reason is not None:
+        call.note_plain(reason)
+    return _run(
         call,
-        reason,
         vanilla,
         input_ids,
         logits_processor=logits_processor,
@@ -116,7 +119,9 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
     target = RaggedTarget(prepared, cache) if plan.is_ragged else _target_in_step(prepared, cache)
     acceptor = _acceptor(plan, prepared, texts, noise, record)
     contexts = contexts_of(prepared, plan.selection, noise, call.encoder_inputs)
-    source = Guard(call.drafting.source, CallView(contexts, noise), on_failure=_failure_counter(call))
+    source = Guard(
+        among_processes(call.drafting.source, call.model), CallView(contexts, noise), on_failure=_failure_counter(call)
+    )
     # Rows in step go on only where all of them accept: what a single row's confidence says is no guide there.
     controller = Controller(
         call.options.budget,
@@ -135,9 +140,12 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
         source.stop()
         if target.problem is not None:
             call.note_plain(target.problem, may_raise=False)
+        if call.metrics.drafted_tokens and not source.has_failed:
+            call.state.note_drafts(call.drafting.given)
         call.metrics.speculative_calls = int(call.metrics.rounds > 0)
     target.level_cache(texts.num_new)
     if prepared.streamer is not None:
+        call.finish()  # who reads the text may ask for stats as soon as it ends
         prepared.streamer.end()
     sequences = texts.whole(plan.pad_id or 0)
     if prepared.returns_states or call.has_own_cache:
@@ -185,19 +193,58 @@ def run_plain(
     """
     call.was_decoded = True
     call.note_plain(reason)
+    return _run(call, vanilla, input_ids, *args, **kwargs)
+
+
+def _run(call: Call, vanilla: Callable[..., Any], input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     started = time.perf_counter()
-    try:
-        result = vanilla(input_ids, *args, **kwargs)
-    finally:
+
+    def count(num_rows: int, num_new: int) -> None:
+        if call.is_counted:
+            return
         seconds = time.perf_counter() - started
         call.metrics.plain_seconds += seconds
         call.metrics.total_seconds += seconds
-    sequences = getattr(result, "sequences", result)
-    if isinstance(sequences, torch.Tensor):
-        num_new = sequences.shape[1] - input_ids.shape[1]
-        call.metrics.new_tokens += sequences.shape[0] * num_new
+        call.metrics.new_tokens += num_rows * num_new
         call.metrics.host_steps += num_new
+
+    num_rows, num_new = input_ids.shape[0], 0
+    streamer = kwargs.get("streamer")
+    if streamer is not None:
+
+        def count_streamed(num_tokens: int) -> None:
+            count(num_rows, num_tokens // num_rows)
+            call.finish()
+
+        kwargs["streamer"] = _CountedStreamer(streamer, count_streamed)
+    try:
+        result = vanilla(input_ids, *args, **kwargs)
+        sequences = getattr(result, "sequences", result)
+        if isinstance(sequences, torch.Tensor):
+            num_rows, num_new = sequences.shape[0], sequences.shape[1] - input_ids.shape[1]
+    finally:
+        count(num_rows, num_new)
     return result
+
+
+class _CountedStreamer(BaseStreamer):
+    """The user's streamer, before whose end the call is counted."""
+
+    def __init__(self, inner: Any, count: Callable[[int], None]) -> None:
+        self._inner = inner
+        self._count = count
+        self._num_tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, value: Any) -> None:
+        self._num_tokens += getattr(value, "numel", lambda: 0)()
+        self._inner.put(value)
+
+    def end(self) -> None:
+        self._count(self._num_tokens)
+        self._inner.end()
 
 
 def _rule(plan: Plan, noise: BatchNoise) -> Rule:
@@ -209,6 +256,7 @@ def _rule(plan: Plan, noise: BatchNoise) -> Rule:
 def _failure_counter(call: Call) -> Callable[[str], None]:
     def count(reason: str) -> None:
         call.metrics.fallback_reasons[reason] += 1
+        call.state.note_fault(call.drafting.given, reason)
         call.state.warn_once(reason, "%s. The call goes on without drafts; its output is not affected.")
 
     return count

@@ -1,11 +1,14 @@
 """`verify` tells a near-tie from a bug, and calls no bug a near-tie."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hfspec
+from hfspec import compare
 from hfspec.compare import explain_difference
 from hfspec.host import releases
 from tests.models import CountingProcessor, build, noisy, plain_text, prompt, shared
@@ -137,3 +140,33 @@ class Unwanted(BaseStreamer):
 
     def end(self):
         raise AssertionError("streamed")
+
+
+@pytest.mark.parametrize("device", ["xpu:0", "mps", "cuda:0"])
+def test_the_generators_of_every_type_of_device_are_left_as_they_were(device, monkeypatch):
+    """A seed reaches every device's generator; the model's own are put back, whatever they are."""
+
+    class Generator:
+        """Of XPU and CUDA, a device is named; there is but one MPS device, and its functions take none."""
+
+        state = torch.tensor([7])
+
+        def get_rng_state(self, *which):
+            assert len(which) == (device != "mps")
+            return self.state.clone()
+
+        def set_rng_state(self, state, *which):
+            assert len(which) == (device != "mps")
+            self.state = state
+
+    class Model:
+        def parameters(self):
+            return [SimpleNamespace(device=torch.device(name)) for name in (device, "cpu", "meta")]
+
+    generator, state = Generator(), torch.get_rng_state()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: generator)
+    with compare._seeded(Model(), 3):
+        generator.state = torch.tensor([3])
+        assert not torch.equal(torch.get_rng_state(), state)
+    assert generator.state == 7
+    assert torch.equal(torch.get_rng_state(), state)

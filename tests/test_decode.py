@@ -14,6 +14,7 @@ from hfspec.draft.base import BatchSession
 from hfspec.host import architectures, releases
 from tests.models import (
     PAD,
+    FunctionSource,
     assert_same,
     both,
     build,
@@ -91,7 +92,7 @@ FAST_CALLS: dict[str, tuple[torch.Tensor | None, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", FAST_CALLS)
 def test_calls_of_every_shape_are_sped_up(name):
-    """Case 10: batches, several sequences, static caches and embeddings give vanilla's result, with drafts."""
+    """Batches, several sequences, static caches and embeddings give vanilla's result, with drafts."""
     ids, call = FAST_CALLS[name]
     pair = both(build(), noisy(), ids, NEW | call, draft_budget=3).assert_same().assert_drafted()
     num_rows = getattr(pair.fast, "sequences", pair.fast).shape[0]
@@ -133,7 +134,7 @@ def test_a_static_cache_handed_in_is_sped_up():
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("arch", "num_rows"), [("t5", 1), ("t5", 3), ("mistral", 1), ("mistral", 3)])
 def test_targets_of_other_kinds_are_sped_up(arch, num_rows, do_sample):
-    """Case 21: encoder-decoder and sliding-window targets give vanilla's tokens, with drafts of their kind."""
+    """Encoder-decoder and sliding-window targets give vanilla's tokens, with drafts of their kind."""
     model, ids = shared(arch), torch.cat([prompt(12, seed=seed) for seed in range(num_rows)])
     call = {"max_new_tokens": 30, "do_sample": do_sample}
     pair = both(model, noisy(arch), ids, call, draft_budget=3).assert_same().assert_drafted()
@@ -145,7 +146,7 @@ def test_targets_of_other_kinds_are_sped_up(arch, num_rows, do_sample):
 )
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_layers_that_forget_are_fed_token_by_token(num_rows):
-    """Case 21: Mamba, which starts anew when several tokens come at once, is given them one by one; so as a draft."""
+    """Mamba, which starts anew when several tokens come at once, is given them one by one; so as a draft."""
     ids = torch.cat([prompt(12, seed=seed) for seed in range(num_rows)])
     both(build("mamba"), noisy("mamba"), ids, NEW, draft_budget=3).assert_same().assert_drafted()
     pair = both(build("mamba"), build("mamba"), ids, NEW, draft_budget=3).assert_same().assert_drafted()
@@ -168,7 +169,7 @@ def test_drafts_that_cannot_draft_run_plain():
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_draft_with_windows_drafts(num_rows):
-    """Case 21: a sliding-window draft is rolled back as any other, far beyond its window."""
+    """A sliding-window draft is rolled back as any other, far beyond its window."""
     ids = torch.cat([prompt(12, seed=seed) for seed in range(num_rows)])
     target = build(num_hidden_layers=2)
     target.load_state_dict(shared("mistral").state_dict())
@@ -403,3 +404,43 @@ def test_processes_that_share_a_model_must_choose_alike(budget, is_plain):
     model._tp_size = 2  # as the host notes it; the layers are whole here
     pair = both(model, noisy(), prompt(), NEW, draft_budget=budget).assert_same()
     pair.assert_plain("tensor parallel") if is_plain else pair.assert_drafted()
+
+
+def test_a_source_that_goes_on_failing_is_paused():
+    """It is tried again after 1, 2, 4, … plain calls, which keep the reason; one whole call ends that."""
+    tries, is_broken = [], True
+
+    def propose(input_ids, budget, number):
+        tries.append(number)
+        if is_broken:
+            raise RuntimeError("no drafts today")
+        return Draft(rows(5))
+
+    source = FunctionSource(propose)
+    model = hfspec.patch(build(), source, draft_budget=2, on_unsupported="raise")
+    expected = plain_text(build(), prompt(), **NEW)
+
+    def is_tried() -> bool:
+        before = len(tries)
+        assert torch.equal(model.generate(prompt(), **NEW), expected)
+        return len(tries) > before
+
+    assert [is_tried() for _ in range(12)] == [n in (0, 2, 5, 10) for n in range(12)]
+    reason = hfspec.stats(model).last.fallback_reason
+    assert "no drafts today" in reason
+    assert "tried again in 7 calls" in reason or "tried again in 8 calls" in reason
+    is_broken = False
+    assert [is_tried() for _ in range(9)] == [n >= 7 for n in range(9)]
+    assert hfspec.stats(model).last.fallback_reason is None
+
+
+def test_a_pause_is_of_one_source_alone():
+    """Another source that a call names drafts as ever."""
+
+    def fail(input_ids, budget, number):
+        raise RuntimeError
+
+    model = hfspec.patch(build(), FunctionSource(fail), draft_budget=2)
+    model.generate(prompt(), **NEW)
+    model.generate(prompt(), draft=noisy(), **NEW)
+    assert hfspec.stats(model).last.drafted_tokens > 0

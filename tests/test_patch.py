@@ -9,11 +9,12 @@ import weakref
 
 import pytest
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, pipeline
+from transformers.generation.streamers import BaseStreamer
 
 import hfspec
 from hfspec.patch import is_patched
-from tests.models import Scripted, build, noisy, plain_text, prompt, shared
+from tests.models import Scripted, build, char_tokenizer, noisy, plain_text, prompt, shared
 
 NEW = {"max_new_tokens": 16}
 
@@ -389,3 +390,131 @@ def test_a_model_that_drafts_for_itself_is_collected_too():
     del model
     gc.collect()
     assert watched() is None
+
+
+def test_a_class_makes_plain_models():
+    """Made by the patched class, in whatever way, models are of the plain class; its signature is the plain one's."""
+    model = build()
+    base = type(model)
+    expected = plain_text(model, prompt(), **NEW)
+    signature = inspect.signature(base)
+    with hfspec.patched(model, noisy()):
+        mine = type(model)
+        assert inspect.signature(mine) == signature
+        assert type(mine.__new__(mine)) is base
+        assert type(mine(model.config)) is base
+        replica = model._replicate_for_data_parallel()
+        assert type(replica) is base
+        assert torch.equal(replica.generate(prompt(), **NEW), expected)
+        assert type(copy.copy(model)) is base
+        assert model.__class__ is mine
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("pickler", [pickle.Pickler, pickle._Pickler], ids=["C", "Python"])
+def test_a_pickled_model_is_byte_for_byte_the_plain_one(protocol, pickler):
+    """So the file needs no hfspec, and a fingerprint of the model stays the same."""
+    model = build()
+
+    def pickled() -> bytes:
+        buffer = io.BytesIO()
+        pickler(buffer, protocol).dump(model)
+        return buffer.getvalue()
+
+    before = pickled()
+    with hfspec.patched(model, noisy()):
+        mine = type(model)
+        assert pickled() == before
+        assert type(model) is mine
+        assert model.__class__ is mine
+    assert b"hfspec" not in before
+
+
+def test_overlapping_blocks_of_two_threads_leave_the_model_plain():
+    """Each block ends its own patch; the newest open one is in force."""
+    model = build()
+    base, config = type(model), model.config
+    first, second = hfspec.patched(model, noisy(), draft_budget=2), hfspec.patched(model, noisy(), draft_budget=6)
+    for block in (first, second):
+        block.__enter__()
+    first.__exit__(None, None, None)
+    model.generate(prompt(), **NEW)
+    assert max(hfspec.stats(model).budget_histogram) == 6
+    second.__exit__(None, None, None)
+    assert type(model) is base
+    assert model.config is config
+
+
+def test_whoever_hands_over_something_else_is_told_what_to_pass():
+    """A pipeline, a path, and what is not patched."""
+    generator = pipeline("text-generation", model=build(), tokenizer=char_tokenizer(), device="cpu")
+    with pytest.raises(hfspec.PatchError, match=r"\.model"):
+        hfspec.patch(generator, noisy())
+    with pytest.raises(hfspec.PatchError, match=r"\.model"):
+        hfspec.stats(generator)
+    with pytest.raises(hfspec.PatchError, match="from_pretrained"):
+        hfspec.patch("some/path", noisy())
+
+
+def test_whether_a_model_is_patched_can_be_asked():
+    """Of anything."""
+    model = build()
+    assert not hfspec.is_patched(model)
+    assert not hfspec.is_patched("a path")
+    assert hfspec.is_patched(hfspec.patch(model, noisy()))
+
+
+def test_a_draft_that_does_not_fit_is_told_when_patching(caplog):
+    """Once, by a warning with the reason, or by an error if that is wanted."""
+    target, draft = build(), build(vocab_size=500)
+    hfspec.patch(target, draft)
+    assert "different tokenizers" in caplog.text
+    target.generate(prompt(), **NEW)
+    assert len(caplog.records) == 1
+    with pytest.raises(hfspec.IncompatibleDraftError):
+        hfspec.patch(target, draft, on_unsupported="raise")
+
+
+def test_a_model_as_its_own_draft_is_told_of(caplog):
+    """It works, and cannot pay."""
+    model = build()
+    hfspec.patch(model, model)
+    assert "the target itself" in caplog.text
+
+
+def test_options_on_a_generation_config_count():
+    """A keyword goes before the call's `GenerationConfig`, that before the model's own, that before the patch's."""
+    model = hfspec.patch(build(), noisy(), draft_budget=6)
+
+    def longest_draft(**call) -> int:
+        model.generate(prompt(), **(NEW | call))
+        return max(hfspec.stats(model).budget_histogram)
+
+    assert longest_draft() == 6
+    model.generation_config.draft_budget = 5
+    assert longest_draft() == 5
+    config = GenerationConfig(draft_budget=2, max_new_tokens=16)
+    assert longest_draft(generation_config=config) == 2
+    assert longest_draft(generation_config=config, draft_budget=3) == 3
+    with pytest.raises(hfspec.ConfigError):
+        longest_draft(generation_config=GenerationConfig(draft_budget="much"))
+
+
+@pytest.mark.parametrize("call", [{}, {"speculate": False}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_a_call_is_counted_before_its_streamer_ends(call):
+    """Whoever has read the text finds the call in `stats`, with all its tokens; it is counted once."""
+
+    class Asking(BaseStreamer):
+        seen = None
+
+        def put(self, value):
+            pass
+
+        def end(self):
+            self.seen = hfspec.stats(model).total
+
+    model, streamer = hfspec.patch(build(), noisy(), draft_budget=4), Asking()
+    model.generate(prompt(), streamer=streamer, **NEW, **call)
+    assert (streamer.seen.calls, streamer.seen.new_tokens) == (1, 16)
+    total = hfspec.stats(model).total
+    assert (total.calls, total.new_tokens) == (1, 16)

@@ -79,18 +79,32 @@ def load_pair(
         is_draft_random: the draft has its config, and random weights: no draft could be worse.
 
     Raises:
-        BenchError: int8 was asked for where there is a GPU to use.
+        BenchError: a model cannot be loaded, or int8 was asked for where there is a GPU to use.
         WeightsError: weights could not be fetched.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if is_draft_int8 and device != "cpu":
         raise BenchError("--draft-int8 quantises for CPUs, and this machine would run on its GPU; leave it out.")
     draft_dtype = torch.float32 if is_draft_int8 else dtype
-    target_model, tokenizer = load(target, dtype)
-    draft_model = _random(draft, draft_dtype) if is_draft_random else load(draft, draft_dtype)[0]
+    with _named("target", target):
+        target_model, tokenizer = load(target, dtype)
+    with _named("draft", draft):
+        draft_model = _random(draft, draft_dtype) if is_draft_random else load(draft, draft_dtype)[0]
     if is_draft_int8:
         quantize(draft_model)
     return Pair(target_model.to(device), draft_model.to(device), tokenizer, device)
+
+
+@contextmanager
+def _named(option: str, name: str) -> Iterator[None]:
+    """Say which model it is that transformers cannot load."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise BenchError(
+            f"--{option} {name}: the model cannot be loaded. Give a folder with a model, or a name that the Hugging "
+            f"Face hub knows. ({error})"
+        ) from error
 
 
 def quantize(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Chooses, round by round, how many tokens to draft (DESIGN §3D).
+"""Chooses, round by round, how many tokens to draft.
 
 One `Controller` serves one call. What it measures goes into the pair's `Experience`, which outlives the call.
 """

@@ -132,13 +132,15 @@ def _check(output: Path | None, chart_path: Path | None) -> None:
     """Fail now rather than after the measurements.
 
     Raises:
-        BenchError: matplotlib is needed and missing, or an output's folder is.
+        BenchError: matplotlib is needed and missing, or an output cannot be written.
     """
     if chart_path is not None and find_spec("matplotlib") is None:
         raise BenchError("--chart needs matplotlib: pip install 'hfspec[bench]'.")
     for path in (output, chart_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"{path} cannot be written: there is no folder {path.parent}.")
+        if path is not None and path.is_dir():
+            raise BenchError(f"{path} cannot be written: it is a folder; name a file in it.")
 
 
 def _draft_kind(is_int8: bool, is_random: bool) -> str:

@@ -97,7 +97,8 @@ def check(
 ) -> None:
     """Say whether MODEL can be sped up, by what, and by how much at best.
 
-    Only configs and tokenizers are read. The exit code is 0 if a speed-up is possible, 1 if not.
+    Only configs and tokenizers are read. The exit code is 0 if a speed-up is possible, 1 if not, 2 on an
+    error.
 
     A draft helps if it speaks the target's vocabulary and is much cheaper. The forecast assumes that
     verifying several tokens costs what one costs, and that cost goes with the parameters read.

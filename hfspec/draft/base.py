@@ -125,12 +125,12 @@ class DraftSource(ABC):
     """Anything that proposes tokens. `start` is called once for each row of a `generate()` call.
 
     Attributes:
-        may_draw: whether it may draw from torch's default generators. They are then put back after each
-            draft, so that vanilla's stream goes on undisturbed; say `False` where it never does, or draws
-            from a generator of its own: putting back is not safe while other threads draw.
+        may_draw: whether it may draw from torch's default generators. Say `True` where it does: they are then
+            put back after each draft, so that vanilla's stream goes on undisturbed. Better draw from a generator
+            of your own: putting back is not safe while other threads draw.
     """
 
-    may_draw: bool = True
+    may_draw: bool = False
 
     @abstractmethod
     def start(self, context: Context) -> DraftSession:

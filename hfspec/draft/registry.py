@@ -47,7 +47,7 @@ def find_drafting(
 
     Raises:
         PatchError: `draft` is nothing that can draft.
-        DraftError: the draft model has no weights.
+        DraftError: the draft model has no weights, or can never draft for this target and the user wants errors.
         IncompatibleDraftError: other tokenizer, where the user wants errors.
     """
     if isinstance(draft, DraftSource):
@@ -65,6 +65,8 @@ def find_drafting(
         )
     problem = draft_problem(draft.config, model.config)
     if problem is not None:
+        if options.on_unsupported == "raise":
+            raise DraftError(f"This draft cannot draft for this target: {problem}.")
         return Drafting(ModelDraft(draft), f"the draft model cannot draft: {problem}")
     problem = pairing_problem(
         model.config,
@@ -78,9 +80,13 @@ def find_drafting(
 
 
 def wrapped_hint(thing: object) -> str:
-    """The end of an error message about something that is no model but wraps one; nothing if it does not."""
+    """The end of an error message about something that is no model but leads to one; nothing if it does not."""
+    if isinstance(thing, str | os.PathLike):
+        return "; load it first: model = AutoModelForCausalLM.from_pretrained(...)"
     wrappers = {"_orig_mod": "._orig_mod", "get_base_model": ".get_base_model()", "module": ".module"}
     inner = next((way for name, way in wrappers.items() if hasattr(thing, name)), None)
+    if inner is None and isinstance(getattr(thing, "model", None), PreTrainedModel):
+        inner = ".model"  # a pipeline's, a trainer's
     return f"; it wraps one: pass that (see its {inner})" if inner else ""
 
 

@@ -4,8 +4,11 @@ The rest of the model (embeddings, attention, experts, the head) still reads the
 of such a layer as long as they stay in a fast memory between two tokens.
 """
 
+import copy
 import functools
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -65,7 +68,7 @@ def _put_on(layer: torch.nn.Module) -> None:
     with _lock:
         _num_calls[id(layer)] = _num_calls.get(id(layer), 0) + 1
         if _num_calls[id(layer)] == 1:
-            vars(layer)["forward"] = _stepped(layer.forward, vars(layer).get("forward"))
+            vars(layer)["forward"] = _Stepped(layer, vars(layer).get("forward"))
 
 
 def _take_off(layer: torch.nn.Module) -> None:
@@ -78,14 +81,26 @@ def _take_off(layer: torch.nn.Module) -> None:
                 vars(layer)["forward"] = before
 
 
-def _stepped(forward: Callable[..., Any], was_on_instance: Any) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def stepped(*args: Any, **kwargs: Any) -> Any:
+class _Stepped:
+    """A layer's `forward` that takes several tokens one after the other.
+
+    Args:
+        layer: whose `forward` it stands for.
+        was_on_instance: what stood in the instance's dict before, if anything did.
+    """
+
+    def __init__(self, layer: torch.nn.Module, was_on_instance: Any) -> None:
+        self._layer = weakref.ref(layer)
+        self._forward: Callable[..., Any] = layer.forward
+        self.was_on_instance = was_on_instance
+        functools.update_wrapper(self, self._forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = next((name for name in _PER_TOKEN if name in kwargs), None)
         hidden_states: torch.Tensor = args[0] if args else kwargs[name or ""]
         num_tokens = hidden_states.shape[1]
         if num_tokens == 1 or not getattr(_here, "depth", 0):
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:  # it hides padding of the prompt, which has been read
             kwargs["attention_mask"] = None
         steps = []
@@ -93,10 +108,14 @@ def _stepped(forward: Callable[..., Any], was_on_instance: Any) -> Callable[...,
             token = slice(index, index + 1)
             mine = {name: kwargs[name][:, token] for name in _PER_TOKEN if kwargs.get(name) is not None}
             first = (args[0][:, token], *args[1:]) if args else ()
-            steps.append(forward(*first, **(kwargs | mine)))
+            steps.append(self._forward(*first, **(kwargs | mine)))
         if isinstance(steps[0], tuple):
             return (torch.cat([step[0] for step in steps], dim=1), *steps[-1][1:])
         return torch.cat(steps, dim=1)
 
-    stepped.was_on_instance = was_on_instance  # type: ignore[attr-defined]
-    return stepped
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The copy of a layer has the forward that the layer had before, on its own weights."""
+        layer: Any = self._layer()
+        if self.was_on_instance is not None:
+            return copy.deepcopy(self.was_on_instance, memo)
+        return types.MethodType(type(layer).forward, memo.get(id(layer), layer))

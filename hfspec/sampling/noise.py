@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ def generator_state(device: torch.device) -> torch.Tensor:
     """The state of a device's default generator; it lies in the host's memory."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    module: Any = torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state(*_which(device))
     return state
 
 
@@ -26,7 +28,12 @@ def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
-        torch.get_device_module(device).set_rng_state(state, device)
+        torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    """What says which device is meant; there is but one MPS device, and its functions take none."""
+    return () if device.type == "mps" else (device,)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def rolled_back(cache, length):
 
 @pytest.mark.parametrize("kept", [0, 1, 6, 7])
 def test_rollback_equals_a_cache_never_extended(kept):
-    """Case 19: of 7 draft tokens so many are kept, and reading on gives what a fresh cache gives, to the last bit."""
+    """Of 7 draft tokens so many are kept, and reading on gives what a fresh cache gives, to the last bit."""
     ids, draft, more = prompt(5), prompt(7, seed=1), prompt(3, seed=2)
     cache, fresh = SpeculativeCache(), SpeculativeCache()
     for each in (cache, fresh):

@@ -1,6 +1,8 @@
 """`hfspec check` says yes or no, and why, from configs alone."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,7 @@ def test_the_tables_are_printed(tmp_path: Path):
 
 def test_a_folder_without_config_ends_in_a_panel(tmp_path: Path):
     result = CliRunner().invoke(app, ["check", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stdout == ""
     assert "CheckError" in result.stderr
     assert "Traceback" not in result.stderr
@@ -145,3 +147,37 @@ def test_the_forecast_takes_the_best_length(rate: float, ratio: float, tokens: i
 
 def test_a_free_draft_that_is_always_right_saves_all_its_tokens():
     assert forecast(1.0, 0.0, max_tokens=4).speedup == 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "{folder}"),
+        ("check", "{folder}/none", "--draft", "{folder}"),
+        ("check",),
+        ("bench", "--target", "{folder}"),
+        ("bench", "--target", "{folder}/none"),
+        ("bench", "--output", "{folder}"),
+        ("bench", "--limit", "much"),
+        ("demo", "--draft", "{folder}", "--target", "{folder}"),
+    ],
+    ids=" ".join,
+)
+def test_every_command_ends_an_error_in_the_same_way(arguments: tuple[str, ...], tmp_path: Path):
+    """Exit code 2, without a traceback: a panel on standard error, or JSON alone on standard output."""
+    words = [word.format(folder=tmp_path) for word in arguments]
+    for_people, as_json = CliRunner().invoke(app, words), CliRunner().invoke(app, [*words, "--json"])
+    assert (for_people.exit_code, as_json.exit_code) == (2, 2)
+    assert for_people.stdout == ""
+    assert "Error" in for_people.stderr
+    assert "Traceback" not in for_people.stderr
+    told = json.loads(as_json.stdout)
+    assert told["error"].endswith(("Error", "Parameter"))
+    assert told["message"]
+
+
+def test_importing_the_library_imports_nothing_of_the_command_line():
+    """`import hfspec` is for programs: tables are drawn by who asks for them."""
+    code = "import sys, hfspec; print(sorted({'rich', 'typer', 'hfspec.cli', 'hfspec.bench'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

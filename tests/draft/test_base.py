@@ -1,5 +1,6 @@
 """The protocol: what a source of the user's own may be, and what it is told."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -126,6 +127,7 @@ def test_an_empty_draft_is_a_plain_round():
 def test_a_source_that_draws_random_numbers_leaves_vanillas_stream(do_sample):
     """Same seed, same text, with any draft: what a source draws for itself does not move the caller's stream."""
     source = FunctionSource(lambda ids, budget, num_round: Draft(torch.randint(3, VOCAB, (1, budget.num_tokens))))
+    source.may_draw = True
     call = NEW | {"do_sample": do_sample}
     both(shared(), source, prompt(), call, draft_budget=3).assert_same().assert_drafted()
 
@@ -253,3 +255,21 @@ class TestGuard:
         guard.stop()
         assert self.reasons == []
         assert len(source.outcomes) == 1
+
+
+def test_a_source_that_draws_says_so(monkeypatch):
+    """Generators are saved and put back for those alone: it is not safe while other threads draw."""
+    put_back = []
+
+    def counted(device):
+        put_back.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr("hfspec.draft.guard.unmoved", counted)
+    source = FunctionSource(lambda *_: Draft(rows(5)))
+    with hfspec.patched(shared(), source, draft_budget=2):
+        shared().generate(prompt(), **NEW)
+        assert not put_back
+        source.may_draw = True
+        shared().generate(prompt(), **NEW)
+        assert put_back

@@ -67,7 +67,7 @@ def test_padding_is_not_read():
 
 @pytest.mark.parametrize("top_k", [None, 8])
 def test_a_drawn_draft_hands_over_the_law_it_was_drawn_from(top_k):
-    """Case 6: under rejection, the law of each token is the processed one, at full width, and gave the token."""
+    """Under rejection, the law of each token is the processed one, at full width, and gave the token."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(2.0)])
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
@@ -108,7 +108,7 @@ class StopsAfter(RoundBudget):
 
 
 def test_it_asks_the_budget_after_each_token():
-    """The token just drafted stays in the draft (ALGORITHMS B0); its confidence is between 0 and 1."""
+    """The token just drafted stays in the draft; its confidence is between 0 and 1."""
     budget = StopsAfter(8, stop=3)
     with torch.no_grad():
         draft = session(shared()).propose(prompt(), budget)

@@ -56,7 +56,7 @@ def models(arch: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("quality", ["noisy", "another", "scripted"])
 @pytest.mark.parametrize("arch", RAGGED)
 def test_every_row_is_what_it_is_alone(arch, quality):
-    """Case 10: padded by 0, 3, 7 and 1, each row has the text of vanilla's batch, and of its call alone."""
+    """Padded by 0, 3, 7 and 1, each row has the text of vanilla's batch, and of its call alone."""
     model, draft = models(arch)
     batch = prompts(*LENGTHS) | NEW
     texts = plain_text(model, None, **batch)
@@ -77,7 +77,7 @@ def test_every_row_is_what_it_is_alone(arch, quality):
 @pytest.mark.parametrize("num_sequences", [2, 4])
 @pytest.mark.parametrize("lengths", [(7,), (7, 3)], ids=["one prompt", "two prompts"])
 def test_several_sequences_for_a_prompt(lengths, num_sequences, do_sample):
-    """Case 10: `num_return_sequences` gives vanilla's rows in vanilla's order, or vanilla's refusal."""
+    """`num_return_sequences` gives vanilla's rows in vanilla's order, or vanilla's refusal."""
     model, draft = models("llama")
     call = prompts(*lengths) | NEW | {"num_return_sequences": num_sequences, "do_sample": do_sample}
     if not do_sample:
@@ -94,7 +94,7 @@ def test_several_sequences_for_a_prompt(lengths, num_sequences, do_sample):
 
 @pytest.mark.parametrize("arch", RAGGED)
 def test_accept_counts_are_forced_for_ten_rounds(arch):
-    """Case 11: rows that accept all, none and two of their drafts, in turns, for ten rounds, stay vanilla's."""
+    """Rows that accept all, none and two of their drafts, in turns, for ten rounds, stay vanilla's."""
     model, _ = models(arch)
     budget = 4
     call = prompts(9, 2, 6) | {"max_new_tokens": 40}
@@ -118,7 +118,7 @@ def test_accept_counts_are_forced_for_ten_rounds(arch):
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.int64, torch.float32], ids=str)
 def test_a_mask_of_any_type(kind):
-    """Case 11: what vanilla takes as a mask has the same effect."""
+    """What vanilla takes as a mask has the same effect."""
     model, draft = models("llama")
     batch = prompts(*LENGTHS)
     call = batch | {"attention_mask": batch["attention_mask"].to(kind)} | NEW
@@ -199,7 +199,7 @@ def poison(monkeypatch):
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("arch", RAGGED)
 def test_dead_slots_weigh_nothing(arch, do_sample, poison):
-    """Case 11: rejected drafts, filling and padding left in target's and draft's caches weigh exactly 0."""
+    """Rejected drafts, filling and padding left in target's and draft's caches weigh exactly 0."""
     model, draft = models(arch)
     expected = plain_text(model, None, **prompts(*LENGTHS), **NEW)
     eos = {"eos_token_id": [int(expected[0, 18]), int(expected[2, 14])], "pad_token_id": PAD}
@@ -250,7 +250,7 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("arch", "pad_id"), [("llama", PAD), ("mistral", PAD), ("llama", 2), ("gpt_neo", 2)])
 def test_rows_leave_as_they_end(arch, do_sample, form, pad_id):
-    """Case 12: a row that wrote its end is in no later forward of target or draft, and is filled up as vanilla's."""
+    """A row that wrote its end is in no later forward of target or draft, and is filled up as vanilla's."""
     model, draft = build(arch, attn=attention(arch)), build(arch, attn=attention(arch))
     call = prompts(*LENGTHS) | NEW | {"do_sample": do_sample, "pad_token_id": pad_id}
     texts = plain_text(model, None, **call)
@@ -304,7 +304,7 @@ def test_rows_reach_their_ends_in_different_rounds(kind):
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_the_targets_last_position_is_reached_by_each_row_in_its_turn(arch):
-    """Case 27: rows near the target's last position are not drafted beyond it, whoever gets there first."""
+    """Rows near the target's last position are not drafted beyond it, whoever gets there first."""
     sizes = {"n_positions": 24} if arch == "gpt2" else {"max_position_embeddings": 24}
     model, draft = build(arch, attn="sdpa", **sizes), noisy(arch, attn="sdpa")
     call = prompts(*LENGTHS) | {"max_length": 24}
@@ -487,7 +487,7 @@ TEXTS = ["Once upon a time", "Twice", "Never say", "Thrice again", "And so on it
 @pytest.mark.parametrize("call", [{}, {"return_full_text": False}, {"num_return_sequences": 2, **SAMPLED}], ids=str)
 @pytest.mark.parametrize("kind", ["strings", "chats"])
 def test_a_pipeline_of_batches(kind, call):
-    """Case 36: lists of strings and of chats, three at a time, padded at the left, give vanilla's texts with drafts."""
+    """Lists of strings and of chats, three at a time, padded at the left, give vanilla's texts with drafts."""
     tokenizer = char_tokenizer().__class__(
         tokenizer_object=char_tokenizer().backend_tokenizer, pad_token="<pad>", bos_token="<s>", padding_side="left"
     )
@@ -537,7 +537,7 @@ def test_a_seeded_batch_leaves_vanillas_random_state(arch):
 
 
 def test_rejection_in_a_padded_batch_keeps_each_rows_law():
-    """Case 5: under rejection each row's second token follows the law of that row's own prompt, not another's."""
+    """Under rejection each row's second token follows the law of that row's own prompt, not another's."""
     model, draft = shared(attn="sdpa"), noisy(attn="sdpa", scale=0.05)
     lengths, num_calls, copies = (5, 2), 30, 16
     call = {"max_new_tokens": 3, "do_sample": True, "temperature": 4.0, "top_k": 4}
@@ -575,7 +575,7 @@ def two_token_law(model: Any, ids: torch.Tensor) -> dict[tuple[int, ...], float]
 
 
 def test_rows_see_ids_below_the_vocabulary_only():
-    """Case 8: a draft with padded vocabulary lanes that always wins never gets one of them into a row."""
+    """A draft with padded vocabulary lanes that always wins never gets one of them into a row."""
     model = shared(attn="sdpa")
     draft = build(vocab_size=VOCAB + 1, attn="sdpa")
     with torch.no_grad():
@@ -587,7 +587,7 @@ def test_rows_see_ids_below_the_vocabulary_only():
 
 
 def test_each_row_moves_on_in_each_round():
-    """Case 8: rounds whose drafts are wrong in every row still commit a token of each."""
+    """Rounds whose drafts are wrong in every row still commit a token of each."""
     model, _ = models("llama")
     script = Scripted(plain_text(model, None, **prompts(*LENGTHS), **NEW), [0])
     pair = both(model, script, None, prompts(*LENGTHS) | NEW, draft_budget=5).assert_same().assert_drafted()

@@ -111,7 +111,7 @@ NAMES = [
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cache_asked_for_by_name(arch, name, where, num_rows):
-    """Case 22: as an argument, in the model's generation config, or in one that is passed: equal, or the same error."""
+    """As an argument, in the model's generation config, or in one that is passed: equal, or the same error."""
     model = build(arch, attn="sdpa")
     inputs = {"input_ids": prompt(6)} if num_rows == 1 else prompts(6, 3, 10)
     inputs |= NEW | DICT | EAGERLY
@@ -135,7 +135,7 @@ def test_a_cache_asked_for_by_name(arch, name, where, num_rows):
 
 
 def test_no_name_means_the_hosts_own_choice():
-    """Case 22: `cache_implementation=None` is the default, drafted for as such."""
+    """`cache_implementation=None` is the default, drafted for as such."""
     call = NEW | {"cache_implementation": None}
     both(shared(), noisy(), prompt(6), call, draft_budget=4).assert_same().assert_drafted()
 
@@ -144,7 +144,7 @@ def test_no_name_means_the_hosts_own_choice():
 @pytest.mark.parametrize("arch", ENCODER_DECODER)
 @pytest.mark.parametrize("name", ["dynamic", "static", "offloaded", "quantized"])
 def test_an_encoder_decoders_cache_asked_for_by_name(name, arch, num_rows):
-    """Case 22: the same behind an encoder."""
+    """The same behind an encoder."""
     inputs = {"input_ids": prompt(6)} if num_rows == 1 else prompts(6, 3, 10)
     call = inputs | NEW | DICT | EAGERLY | {"cache_implementation": name}
     kind, counts = same_outcome(shared(arch), noisy(arch), lambda: call, budget=3)
@@ -154,7 +154,7 @@ def test_an_encoder_decoders_cache_asked_for_by_name(name, arch, num_rows):
 
 
 def test_a_name_and_an_object_together_are_vanillas_error():
-    """Case 22: asked for in two ways at once."""
+    """Asked for in two ways at once."""
     kind, _ = same_outcome(
         shared(),
         noisy(),
@@ -237,7 +237,7 @@ def ends_at(length: int) -> Callable[..., torch.Tensor]:
     ("arch", "draft"), [("llama", "llama"), ("llama", "gpt2"), *((each, each) for each in ("mistral", *RECURRENT))]
 )
 def test_the_users_own_object_is_filled(arch, draft, more):
-    """Case 23: the very cache that was handed in, handed back or not, by the target alone: a draft has its own."""
+    """The very cache that was handed in, handed back or not, by the target alone: a draft has its own."""
     model = shared(arch)
     for length in range(8, 16):  # reached in mid-draft, or not: more or less has to be taken back, or read again
         vanillas, mine = DynamicCache(config=model.config), DynamicCache(config=model.config)
@@ -262,7 +262,7 @@ def test_an_encoder_decoders_cache_is_handed_back(arch, num_rows):
 
 
 def test_a_static_cache_too_small_is_vanillas_error():
-    """Case 22: the error of a cache that runs full is vanilla's, and comes neither sooner nor later."""
+    """The error of a cache that runs full is vanilla's, and comes neither sooner nor later."""
     for size in range(5, 31):
 
         def call(size: int = size) -> dict[str, Any]:
@@ -299,7 +299,7 @@ for _arch in RECURRENT:
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("name", TURN_CACHES)
 def test_turns_over_one_cache(name, num_rows, fast_turns):
-    """Case 23: three turns, patched (f) and plain (p) by turns, leave vanilla's texts and vanilla's cache."""
+    """Three turns, patched (f) and plain (p) by turns, leave vanilla's texts and vanilla's cache."""
     arch, make = TURN_CACHES[name]
     model = shared(arch)
 
@@ -329,7 +329,7 @@ def test_turns_over_one_cache(name, num_rows, fast_turns):
 
 
 def test_a_prefix_read_once_serves_many_calls():
-    """Case 23: a cache that already holds part of the prompt is gone on from, not read again."""
+    """A cache that already holds part of the prompt is gone on from, not read again."""
     model, prefix = shared(), prompt(9)
 
     def read() -> DynamicCache:
@@ -429,7 +429,7 @@ def returned_with(target: Any, draft: Any, ids: torch.Tensor, budget: int) -> Pa
 @pytest.mark.parametrize("accepts", [[0], [1], [9], [0, 3, 1], [2, 0, 9]], ids=str)
 @pytest.mark.parametrize("arch", RECURRENT)
 def test_recurrent_states_are_vanillas_after_partial_acceptance(arch, accepts, num_rows):
-    """Case 21: whatever was accepted of each draft, text and returned states are those of reading token by token."""
+    """Whatever was accepted of each draft, text and returned states are those of reading token by token."""
     model = shared(arch)
     ids = torch.cat([prompt(9, seed=seed) for seed in range(num_rows)])
     script = Scripted(plain_text(model, ids, **NEW), accepts)
@@ -445,7 +445,7 @@ def test_recurrent_states_are_vanillas_after_partial_acceptance(arch, accepts, n
 @pytest.mark.parametrize("num_prompt", [1, 9])
 @pytest.mark.parametrize("arch", RECURRENT)
 def test_recurrent_and_full_attention_draft_for_each_other(arch, num_prompt, num_rows, do_sample):
-    """Case 21: a recurrent target with a Llama draft, the reverse, and both recurrent."""
+    """A recurrent target with a Llama draft, the reverse, and both recurrent."""
     ids = torch.cat([prompt(num_prompt, seed=seed) for seed in range(num_rows)])
     call = NEW | {"do_sample": do_sample}
     for target, draft in (
@@ -460,7 +460,7 @@ def test_recurrent_and_full_attention_draft_for_each_other(arch, num_prompt, num
 
 @pytest.mark.parametrize("arch", RECURRENT)
 def test_a_padded_batch_of_a_recurrent_model(arch):
-    """Case 21: padding at the left, rows that end at different tokens, and what vanilla makes of them."""
+    """Padding at the left, rows that end at different tokens, and what vanilla makes of them."""
     model = shared(arch, attn="sdpa")
     batch = prompts(11, 8, 4, 10) | NEW
     texts = plain_text(model, None, **batch)
@@ -471,7 +471,7 @@ def test_a_padded_batch_of_a_recurrent_model(arch):
 
 @pytest.mark.parametrize("arch", ["mamba", "falcon_mamba", "jamba", "bamba", "lfm2", "zamba2", "granitemoehybrid"])
 def test_other_recurrent_models_are_equal_or_plain_with_a_reason(arch):
-    """Case 21: models of other recurrent families, as target and as draft."""
+    """Models of other recurrent families, as target and as draft."""
     model = tiny(arch)
     if model is None:
         pytest.skip("this release does not have it")
@@ -564,7 +564,7 @@ def tiny(arch: str) -> Any:
     + [(arch, cache) for arch in ("llama", *WINDOWED) for cache in ("the user's", "static")],
 )
 def test_a_rollback_equals_a_cache_never_extended(cache, arch, kept):
-    """Case 19: after drafts of 7 of which so many are kept, logits and returned cache are vanilla's."""
+    """After drafts of 7 of which so many are kept, logits and returned cache are vanilla's."""
     model, ids = shared(arch), prompt(5)
     script = Scripted(plain_text(model, ids, **NEW), [kept])
 

@@ -102,7 +102,7 @@ def test_every_object_sees_vanillas_calls(call):
 
 @pytest.mark.parametrize("new_tokens", range(2, 9))
 def test_a_criterion_ends_the_call_at_every_point_of_a_block(new_tokens):
-    """Case 13: a custom criterion that fires in mid-block is the last thing that sees the text."""
+    """A custom criterion that fires in mid-block is the last thing that sees the text."""
     text = plain_text(shared(), prompt(6), logits_processor=[CountingProcessor()], **GREEDY)
     plain, fast = logs(GREEDY, ends_at=6 + new_tokens, draft=Scripted(text, [9]))
     assert plain.entries == fast.entries
@@ -118,7 +118,7 @@ def test_criteria_see_the_scores_so_far():
 
 
 def test_a_streamer_gets_the_prompt_then_one_token_at_a_time_then_the_end():
-    """Case 18: `put` takes the prompt `[1, length]`, then each token `[1]` on the CPU, and `end` comes once."""
+    """`put` takes the prompt `[1, length]`, then each token `[1]` on the CPU, and `end` comes once."""
     _, fast = logs(GREEDY)
     puts = [entry for entry in fast.entries if entry[0] == "put"]
     assert [entry[1] for entry in puts] == [(1, 6)] + 24 * [(1,)]
@@ -176,7 +176,7 @@ def test_a_processor_that_writes_into_its_scores_changes_nothing_else():
 
 @pytest.mark.parametrize("answer", [bool, lambda done: torch.tensor([done])], ids=["bool", "tensor"])
 def test_a_criterion_may_answer_with_one_bool(answer):
-    """Case 13: criteria that return a plain bool (lm-eval's) or a tensor end the call alike."""
+    """Criteria that return a plain bool (lm-eval's) or a tensor end the call alike."""
 
     class AtLength(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:

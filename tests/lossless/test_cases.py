@@ -52,7 +52,7 @@ def positions_of(model: Any) -> tuple[list[list[int]], Any]:
 
 @pytest.mark.parametrize("num_prompt", [1, 2, 17])
 def test_positions_stay_contiguous_after_rollbacks(num_prompt):
-    """Case 1: each forward's positions follow on from the committed text, whatever was rolled back."""
+    """Each forward's positions follow on from the committed text, whatever was rolled back."""
     model, ids = build(), prompt(num_prompt)
     script = Scripted(plain_text(model, ids, **NEW), [0, 4, 1, 2])
     explicit = {"position_ids": torch.arange(num_prompt)[None]}
@@ -75,14 +75,14 @@ def test_positions_stay_contiguous_after_rollbacks(num_prompt):
 
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_explicit_position_ids_reach_the_target(arch):
-    """Case 2: positions with a gap, passed by the user, go on as vanilla lets them go on."""
+    """Positions with a gap, passed by the user, go on as vanilla lets them go on."""
     call = NEW | {"position_ids": torch.tensor([[0, 1, 2, 10, 11, 12, 20]])}
     both(shared(arch), noisy(arch), prompt(7), call, draft_budget=4).assert_same().assert_drafted()
 
 
 @pytest.mark.parametrize("types", [[1], [3, 4], [3, 4, 5, 6, 7]], ids=len)
 def test_token_type_ids_reach_the_target(types):
-    """Case 2: a model that reads token types gets vanilla's: the prompt's last one for all new tokens."""
+    """A model that reads token types gets vanilla's: the prompt's last one for all new tokens."""
     call = NEW | {"token_type_ids": torch.tensor([types])}
     ids = prompt(len(types))
     plain = plain_text(shared("gpt2"), ids, **call)
@@ -91,7 +91,7 @@ def test_token_type_ids_reach_the_target(types):
 
 
 def test_other_forward_keywords_reach_every_target_forward():
-    """Case 2: a keyword of the model's own forward is handed on in every round, and never to the draft."""
+    """A keyword of the model's own forward is handed on in every round, and never to the draft."""
 
     class Shifted(type(shared())):
         def forward(self, *args: Any, shift: float = 0.0, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def test_other_forward_keywords_reach_every_target_forward():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_float32_and_float64_are_equal(dtype, do_sample):
-    """Case 3: in float32 and float64 the tokens are vanilla's."""
+    """In float32 and float64 the tokens are vanilla's."""
     model, draft = build(dtype=dtype), build(dtype=dtype, seed=0)
     call = {"max_new_tokens": 60, "do_sample": do_sample}
     both(model, draft, prompt(), call, draft_budget=5).assert_same().assert_drafted()
@@ -117,7 +117,7 @@ def test_float32_and_float64_are_equal(dtype, do_sample):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_bfloat16_differs_only_at_near_ties(seed):
-    """Case 3: in bfloat16 a difference, if there is one, is proved to be a near-tie."""
+    """In bfloat16 a difference, if there is one, is proved to be a near-tie."""
     model, draft = build(dtype=torch.bfloat16), build(dtype=torch.bfloat16)
     with hfspec.patched(model, draft, draft_budget=5):
         verdict = hfspec.verify(model, prompt(seed=seed), max_new_tokens=40)
@@ -125,7 +125,7 @@ def test_bfloat16_differs_only_at_near_ties(seed):
 
 
 def test_a_temperature_near_zero_works():
-    """Case 7: a law with all its weight on one token divides nothing by nothing."""
+    """A law with all its weight on one token divides nothing by nothing."""
     for acceptance in ("seeded", "rejection"):
         call = NEW | {"do_sample": True, "temperature": 1e-6}
         with hfspec.patched(shared(), noisy(), draft_budget=4, acceptance=acceptance):
@@ -138,7 +138,7 @@ def test_a_temperature_near_zero_works():
     "form", [int, lambda eos: [eos, 2], lambda eos: torch.tensor([eos])], ids=["int", "list", "tensor"]
 )
 def test_eos_ends_the_text_at_every_block_position(position, form):
-    """Case 12: the first EOS ends text, stream and scores, also in the midst of accepted draft tokens."""
+    """The first EOS ends text, stream and scores, also in the midst of accepted draft tokens."""
     model, ids = shared(), prompt(7)
     text = plain_text(model, ids, **NEW)
     written = text[0, 7:].tolist()
@@ -151,7 +151,7 @@ def test_eos_ends_the_text_at_every_block_position(position, form):
 
 
 def test_the_drafts_own_eos_means_nothing():
-    """Case 12: a draft whose config names another EOS drafts on, and the target's decides."""
+    """A draft whose config names another EOS drafts on, and the target's decides."""
     draft = build(seed=0)
     text = plain_text(shared(), prompt(), **NEW)
     draft.generation_config.eos_token_id = draft.config.eos_token_id = int(text[0, 9])
@@ -162,7 +162,7 @@ def test_the_drafts_own_eos_means_nothing():
 @pytest.mark.parametrize("num_chars", [1, 2, 3])
 @pytest.mark.parametrize("start", [1, 4, 5, 6, 11])
 def test_stop_strings_cut_where_vanilla_cuts(num_chars, start):
-    """Case 13: stop strings of one to three tokens, inside a block and across two, cut at vanilla's token."""
+    """Stop strings of one to three tokens, inside a block and across two, cut at vanilla's token."""
     tokenizer, ids = char_tokenizer(), prompt(7)
     text = plain_text(shared(), ids, **NEW)
     stop = tokenizer.decode(text[0, 7 + start : 7 + start + num_chars])
@@ -174,7 +174,7 @@ def test_stop_strings_cut_where_vanilla_cuts(num_chars, start):
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 9))
 def test_the_earliest_boundary_wins(max_new_tokens):
-    """Case 15: where one block holds an EOS, a stop string and the length cap, the first of them ends the text."""
+    """Where one block holds an EOS, a stop string and the length cap, the first of them ends the text."""
     tokenizer, ids = char_tokenizer(), prompt(7)
     text = plain_text(shared(), ids, **NEW)
     written = text[0, 7:].tolist()
@@ -192,7 +192,7 @@ def test_the_earliest_boundary_wins(max_new_tokens):
 
 
 def test_minimum_lengths_forbid_the_same_positions(recwarn):
-    """Case 16: EOS is forbidden at vanilla's positions, without a warning."""
+    """EOS is forbidden at vanilla's positions, without a warning."""
     ids = prompt(7)
     eos = int(plain_text(shared(), ids, **NEW)[0, 8])
     for least in ({"min_new_tokens": 9}, {"min_length": 15}):
@@ -203,7 +203,7 @@ def test_minimum_lengths_forbid_the_same_positions(recwarn):
 
 
 def test_the_callers_lists_are_left_alone():
-    """Case 16: the caller's processors are in the caller's list after the call, in the same order."""
+    """The caller's processors are in the caller's list after the call, in the same order."""
     mine = LogitsProcessorList([MinLengthLogitsProcessor(12, torch.tensor([5])), CountingProcessor()])
     before = list(mine)
     with hfspec.patched(shared(), noisy(), draft_budget=4):
@@ -213,7 +213,7 @@ def test_the_callers_lists_are_left_alone():
 
 @pytest.mark.parametrize("skip_prompt", [False, True])
 def test_streamed_text_is_vanillas_down_to_the_emoji(skip_prompt, capsys):
-    """Case 18: characters of several tokens are streamed whole, and the text ends where the ids end."""
+    """Characters of several tokens are streamed whole, and the text ends where the ids end."""
     tokenizer = byte_tokenizer()
     model = build(vocab_size=len(tokenizer))
     ids = tokenizer("Say: ", return_tensors="pt").input_ids
@@ -243,7 +243,7 @@ def test_streamed_text_is_vanillas_down_to_the_emoji(skip_prompt, capsys):
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("kept", [0, 1, 6, 7])
 def test_rollback_equals_a_cache_never_extended(kept, attn):
-    """Case 19: after a draft of 7 of which so many are kept, the next logits and the cache are vanilla's."""
+    """After a draft of 7 of which so many are kept, the next logits and the cache are vanilla's."""
     model, ids = shared(attn=attn), prompt(5)
     call = NEW | {"return_dict_in_generate": True, "output_logits": True}
     script = Scripted(plain_text(model, ids, **NEW), [kept])
@@ -252,7 +252,7 @@ def test_rollback_equals_a_cache_never_extended(kept, attn):
 
 
 def test_other_tokenizers_of_equal_size_are_found_out():
-    """Case 25: vocabularies of equal size with other ids are told apart by content, and the message names both."""
+    """Vocabularies of equal size with other ids are told apart by content, and the message names both."""
     names = {"tokenizer": named("target-tokens", 0), "draft_tokenizer": named("draft-tokens", 50)}
     model, draft = build(vocab_size=258), build(vocab_size=258, seed=1)
     with pytest.raises(hfspec.IncompatibleDraftError, match="draft-tokens and target tokenizer target-tokens"):
@@ -275,7 +275,7 @@ def named(name: str, shift: int) -> PreTrainedTokenizerFast:
 
 
 def test_vocabularies_of_other_sizes_are_found_out_without_tokenizers():
-    """Case 25: far apart sizes are another tokenizer; sizes that padding explains are not."""
+    """Far apart sizes are another tokenizer; sizes that padding explains are not."""
     both(shared(), build(vocab_size=150), prompt(), NEW).assert_same().assert_plain("97", "150")
     for size in (96, 98):
         pair = both(shared(), build(vocab_size=size), prompt(), NEW, draft_budget=3).assert_same()
@@ -283,13 +283,13 @@ def test_vocabularies_of_other_sizes_are_found_out_without_tokenizers():
 
 
 def test_a_text_with_an_id_the_draft_lacks_goes_on_plainly():
-    """Case 25: a draft with fewer ids stops at the first text it cannot read, and says so."""
+    """A draft with fewer ids stops at the first text it cannot read, and says so."""
     ids = torch.cat([prompt(), torch.tensor([[VOCAB - 1]])], dim=-1)
     both(shared(), build(vocab_size=96), ids, NEW, draft_budget=3).assert_same().assert_plain("vocabulary of 96")
 
 
 def test_a_drafts_context_may_be_shorter():
-    """Case 27: past the draft's last position the call goes on plainly, to vanilla's end."""
+    """Past the draft's last position the call goes on plainly, to vanilla's end."""
     draft = build("gpt2", seed=1, n_positions=16)
     pair = both(shared("gpt2"), draft, prompt(9), {"max_new_tokens": 30}, draft_budget=4).assert_same()
     assert pair.stats.drafted_tokens > 0
@@ -299,7 +299,7 @@ def test_a_drafts_context_may_be_shorter():
 
 
 def test_the_targets_own_limit_is_reached_exactly():
-    """Case 27: a target with a last position is never asked for one beyond it by a draft."""
+    """A target with a last position is never asked for one beyond it by a draft."""
     model = build("gpt2", n_positions=24)
     call = {"max_length": 24}
     pair = both(model, shared("gpt2"), prompt(7), call, draft_budget=8).assert_same().assert_drafted()
@@ -307,7 +307,7 @@ def test_the_targets_own_limit_is_reached_exactly():
 
 
 def test_a_draft_may_have_another_dtype():
-    """Case 31: a draft in another dtype drafts, and the output is where and what vanilla's is."""
+    """A draft in another dtype drafts, and the output is where and what vanilla's is."""
     for dtype in (torch.float32, torch.bfloat16):
         draft = build(seed=0, dtype=dtype)
         for do_sample in (False, True):
@@ -316,7 +316,7 @@ def test_a_draft_may_have_another_dtype():
 
 
 def test_a_draft_without_weights_is_refused_at_once():
-    """Case 31: a draft on `meta` is a clear error when patching, not a puzzle when generating."""
+    """A draft on `meta` is a clear error when patching, not a puzzle when generating."""
     with torch.device("meta"):
         draft = type(shared())(shared().config)
     with pytest.raises(hfspec.DraftError, match="meta"):
@@ -324,7 +324,7 @@ def test_a_draft_without_weights_is_refused_at_once():
 
 
 def test_the_calls_budget_wins_and_does_not_stay():
-    """Case 33: a budget passed to `generate()` holds for that call alone."""
+    """A budget passed to `generate()` holds for that call alone."""
     model = build()
     text = plain_text(model, prompt(), **NEW)
     with hfspec.patched(model, Scripted(text, [9]), draft_budget=2):
@@ -336,7 +336,7 @@ def test_the_calls_budget_wins_and_does_not_stay():
 
 
 def test_the_ratio_schedule_does_not_leak_between_calls():
-    """Case 33: each call of the ratio policy starts anew, also after one that raised."""
+    """Each call of the ratio policy starts anew, also after one that raised."""
     model = build()
     text = plain_text(model, prompt(), **NEW)
 
@@ -362,7 +362,7 @@ def test_the_ratio_schedule_does_not_leak_between_calls():
 
 
 def test_threads_do_not_share_a_call():
-    """Case 35: four threads with ten prompts each write what they would write alone."""
+    """Four threads with ten prompts each write what they would write alone."""
     model, draft = shared(), noisy()
     prompts = [[prompt(3 + i % 5, seed=10 * thread + i) for i in range(10)] for thread in range(4)]
     expected = [[plain_text(model, ids, max_new_tokens=12) for ids in mine] for mine in prompts]
@@ -384,7 +384,7 @@ def test_threads_do_not_share_a_call():
 
 
 def test_a_call_within_a_call_of_the_same_model():
-    """Case 35: a processor that asks the same patched model for a text does not disturb the text around it."""
+    """A processor that asks the same patched model for a text does not disturb the text around it."""
     expected = plain_text(shared(), prompt(), **NEW)
 
     class CallsItself(CountingProcessor):
@@ -398,7 +398,7 @@ def test_a_call_within_a_call_of_the_same_model():
 
 
 class TestPipeline:
-    """Case 36: the text-generation pipeline gives vanilla's text, and the draft is seen to run."""
+    """The text-generation pipeline gives vanilla's text, and the draft is seen to run."""
 
     def run(self, texts: Any, rows: int = 1, make_streamer: Any = None, **call: Any) -> tuple[Any, hfspec.Metrics]:
         """The pipeline's result, the same patched and unpatched, and what the patched one counted."""
@@ -469,7 +469,7 @@ def test_a_generation_config_object():
 
 
 def test_ids_stay_below_the_vocabulary():
-    """Case 8: a draft with padded vocabulary lanes never gets one of them into the text."""
+    """A draft with padded vocabulary lanes never gets one of them into the text."""
     draft = build(vocab_size=VOCAB + 1)
     with torch.no_grad():
         draft.lm_head.weight[VOCAB] = 10.0
@@ -478,7 +478,7 @@ def test_ids_stay_below_the_vocabulary():
 
 
 def test_a_round_commits_at_least_one_token():
-    """Case 8: rounds whose drafts are all wrong still commit the target's own token."""
+    """Rounds whose drafts are all wrong still commit the target's own token."""
     script = Scripted(plain_text(shared(), prompt(), **NEW), [0])
     pair = both(shared(), script, prompt(), NEW, draft_budget=5).assert_same()
     assert pair.stats.accepted_tokens == 0

@@ -64,7 +64,7 @@ def enumerated(monkeypatch):
 
 
 class SoftmaxOfAChosenToken(Rejection):
-    """Wrong as in case 5: scores a chosen token with the draft's own softmax, as if it had been drawn from it."""
+    """Wrong: scores a chosen token with the draft's own softmax, as if it had been drawn from it."""
 
     def choose(self, scores, proposals):
         law = torch.tensor([0.3, 0.4, 0.1, 0.2])
@@ -98,14 +98,14 @@ def test_a_law_may_be_as_coarse_as_half_precision(enumerated, name):
 @pytest.mark.parametrize("token", range(4))
 @pytest.mark.parametrize("name", LAWS)
 def test_a_chosen_draft_leaves_the_targets_law(enumerated, name, token):
-    """Case 5: a token that was chosen, not drawn, counts as a law with all its weight on it."""
+    """A token that was chosen, not drawn, counts as a law with all its weight on it."""
     target = torch.tensor(LAWS[name][0])
     law = enumerated.law_of(Rejection(), target, Proposal(token))
     assert total_variation(law, target) < 1 / NUM_COINS
 
 
 def test_the_wrong_law_is_seen_to_be_wrong(enumerated):
-    """The control for case 5: a chosen token scored with the draft's softmax leaves another law."""
+    """The control: a chosen token scored with the draft's softmax leaves another law."""
     target = torch.tensor(LAWS["alike"][0])
     law = enumerated.law_of(SoftmaxOfAChosenToken(), target, Proposal(1))
     assert total_variation(law, target) > 0.1
@@ -119,7 +119,7 @@ def test_no_proposal_is_a_plain_draw(enumerated):
 
 @pytest.mark.parametrize("draft", [None, torch.tensor([0.0, 0.5, 0.5, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])])
 def test_a_coin_of_zero_accepts_no_impossible_token(enumerated, draft):
-    """Case 7: the comparison is strict, so a token the target never gives is not accepted even by a coin of 0."""
+    """The comparison is strict, so a token the target never gives is not accepted even by a coin of 0."""
     enumerated.coin = 0.0
     for token in (0, 1):
         enumerated.drawn_from = None
@@ -129,7 +129,7 @@ def test_a_coin_of_zero_accepts_no_impossible_token(enumerated, draft):
 
 
 def test_equal_laws_have_no_residual_and_no_nan(enumerated):
-    """Case 7: where the residual sums to 0 the target's law is drawn from, and nothing is nan."""
+    """Where the residual sums to 0 the target's law is drawn from, and nothing is nan."""
     target = torch.tensor([0.25, 0.25, 0.25, 0.25])
     enumerated.coin = 1.0
     Rejection().choose(target.log()[None], [Proposal(2, target)])
@@ -192,7 +192,7 @@ def test_rows_of_a_batch_have_the_targets_law_too(in_step):
 
 
 class Lying(DraftSource):
-    """Wrong as in case 6: hands over the law before the temperature, having drawn from the one after it."""
+    """Wrong: hands over the law before the temperature, having drawn from the one after it."""
 
     def __init__(self, model: Any) -> None:
         self._inner = ModelDraft(model)

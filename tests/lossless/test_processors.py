@@ -76,7 +76,7 @@ def installed() -> set[str]:
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", sorted(set(TEXT) & installed()))
 def test_processor(name, do_sample):
-    """Case 30: position i is processed with exactly the prefix before it, whatever was drafted."""
+    """Position i is processed with exactly the prefix before it, whatever was drafted."""
     make = lambda: {  # noqa: E731 - a function, as both runs need a processor of their own
         "max_new_tokens": 20,
         "do_sample": do_sample,

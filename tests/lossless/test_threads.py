@@ -1,4 +1,4 @@
-"""Case 35: calls at the same time and within each other, and what is left of a call when it is over: nothing."""
+"""Calls at the same time and within each other, and what is left of a call when it is over: nothing."""
 
 import gc
 import threading
@@ -163,7 +163,7 @@ def test_calls_that_sample_at_once_draw_different_numbers(num_rows, is_fast):
 
 
 def test_two_targets_share_one_draft():
-    """Case 35: one draft model serves two targets by turns, from within each other's calls, and at the same time."""
+    """One draft model serves two targets by turns, from within each other's calls, and at the same time."""
     one, other, draft = build(seed=0), build(seed=1), noisy()
     expected = [plain_text(model, prompt(), **NEW) for model in (one, other)]
     nested: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Case 39: models that read pictures. Their texts are vanilla's, and drafted, whether or not the draft sees."""
+"""Models that read pictures. Their texts are vanilla's, and drafted, whether or not the draft sees."""
 
 import copy
 import inspect
