@@ -12,7 +12,7 @@ import torch
 from hfspec.draft.base import BatchSession, Context, DraftSource
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcome, RoundBudget
-from hfspec.sampling.noise import unmoved
+from hfspec.sampling.generator import unmoved
 
 
 class Guard:
