@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from hfspec.host import caches
+from hfspec.host import caches, releases
 
 #: Slots added when a buffer is full: a quarter of what is there, within these bounds.
 _MIN_GROWTH, _MAX_GROWTH = 64, 1024
@@ -43,17 +43,19 @@ class SpeculativeLayer(DynamicLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Write the new slots after the valid ones; return the keys and values that the new tokens may see."""
         num_new = key_states.shape[-2]
-        first = self.first_visible(self.length)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self._begin(key_states, value_states)
             return (key_states, value_states) if self.start else (self.keys, self.values)
+        first = self.first_visible(self.length)
         if self.length + num_new - self.start > self._key_buffer.shape[-2]:
             self._make_room(num_new)
-        begin, end = self.length - self.start, self.length - self.start + num_new
-        self._key_buffer[..., begin:end, :] = key_states
-        self._value_buffer[..., begin:end, :] = value_states
+        begin = self.length - self.start
+        self._key_buffer.narrow(-2, begin, num_new).copy_(key_states)
+        self._value_buffer.narrow(-2, begin, num_new).copy_(value_states)
         self._set_length(self.length + num_new)
+        if first == self.start:
+            return self.keys, self.values
         return self.keys[..., first - self.start :, :], self.values[..., first - self.start :, :]
 
     def first_visible(self, length: int) -> int:
@@ -76,16 +78,44 @@ class SpeculativeLayer(DynamicLayer):
             self._set_length(length)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` slots, as the host says it."""
-        self.rollback(self.length + tokens_to_remove)
+        """Remove the last `-tokens_to_remove` slots, as the host says it; a count above 0 means what it means there.
+
+        Raises:
+            ValueError: the host takes no count above 0, or what would be the last slots are not kept any more.
+        """
+        is_length = tokens_to_remove > 0 or (tokens_to_remove == 0 and releases.CROPS_ALL_BY_ZERO)
+        if is_length and not releases.CROPS_TO_LENGTH:
+            raise ValueError(
+                f"crop({tokens_to_remove}) is not understood: this release of transformers takes the number of tokens "
+                f"to remove as a negative number, crop({-tokens_to_remove})"
+            )
+        length = tokens_to_remove if is_length else max(0, self.length + tokens_to_remove)
+        if length < self.length and self.first_visible(length) < self.start:
+            raise ValueError(
+                f"the cache cannot be cropped to {length} tokens: of its {self.length} it keeps the last "
+                f"{self.length - self.start}, which a window of attention can still see"
+            )
+        self.rollback(length)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Keep only these rows of the batch."""
         if self.is_initialized:
             rows = rows.to(self._key_buffer.device)
-            self._key_buffer = self._key_buffer.index_select(0, rows)
-            self._value_buffer = self._value_buffer.index_select(0, rows)
-            self._set_length(self.length)
+            self._replace(self._key_buffer.index_select(0, rows), self._value_buffer.index_select(0, rows))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """The same, as the host's beam search says it."""
+        self.select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """The same, as the host's contrastive search said it: numbers or a mask."""
+        if self.is_initialized:
+            self._replace(self._key_buffer[indices], self._value_buffer[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let each row of the batch stand there so many times."""
+        if self.is_initialized:
+            self._replace(*(each.repeat_interleave(repeats, 0) for each in (self._key_buffer, self._value_buffer)))
 
     def move(self, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> None:
         """Copy what row `rows[i]` has in slot `sources[i]` into its slot `places[i]`; `[n]` each."""
@@ -148,10 +178,14 @@ class SpeculativeLayer(DynamicLayer):
         self.start = new_start
         self._set_length(self.length)
 
+    def _replace(self, key_buffer: torch.Tensor, value_buffer: torch.Tensor) -> None:
+        self._key_buffer, self._value_buffer = key_buffer, value_buffer
+        self._set_length(self.length)
+
     def _set_length(self, length: int) -> None:
         self.length = length
-        self.keys = self._key_buffer[..., : length - self.start, :]
-        self.values = self._value_buffer[..., : length - self.start, :]
+        self.keys = self._key_buffer.narrow(-2, 0, length - self.start)
+        self.values = self._value_buffer.narrow(-2, 0, length - self.start)
 
 
 class SpeculativeSlidingLayer(SpeculativeLayer):

@@ -68,7 +68,7 @@ class Rollback(_WayBack):
     ) -> None:
         self.num_read = num_read
         self._cache = cache
-        self._states = [layer for layer in layers if any(name in vars(layer) for name in _STATES_OF_LAYERS)]
+        self._states = [layer for layer in layers if keeps_state(layer)]
         self._others = list(others)
         self._num_slots_before: int | None = None
         self._checkpoint_at = num_read
@@ -154,6 +154,11 @@ class StateRollback(_WayBack):
     def _take_back(self) -> None:
         self._model_kwargs[self._key] = _copied(self._saved)
         self.num_read = self._checkpoint_at
+
+
+def keeps_state(layer: torch.nn.Module) -> bool:
+    """Whether a layer of a model keeps a state of the text in itself."""
+    return any(name in vars(layer) for name in _STATES_OF_LAYERS)
 
 
 def _crops(layer: Any) -> bool:

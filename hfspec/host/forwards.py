@@ -3,7 +3,9 @@
 Knows the releases' ways of preparing inputs; knows nothing of drafts.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from hfspec.host import architectures, releases
+
+#: Tokens of all rows up to which a wide forward keeps the kernel for experts that copies their weights for each token.
+_FEW_TOKENS = 4
+#: The configs whose experts the host has switched to that kernel, for the call of this thread.
+_here = threading.local()
 
 
 def prefill(
@@ -145,10 +152,53 @@ def select_rows(model_kwargs: dict[str, Any], rows: Any, num_rows: int) -> dict[
     }
 
 
-def decoding(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """The context in which 5.x runs every forward after the prompt (it switches kernels for experts)."""
+@contextmanager
+def decoding(model: PreTrainedModel) -> Iterator[None]:
+    """The context in which 5.x runs every forward after the prompt: on accelerators it switches kernels for experts.
+
+    From `grouped_mm`, which reads each expert once, to `batched_mm`, which copies its weights for each token.
+    """
     host: Any = model
-    return host._optimize_model_for_decode() if hasattr(model, "_optimize_model_for_decode") else nullcontext()
+    if not hasattr(model, "_optimize_model_for_decode"):
+        yield
+        return
+    grouped = [each for each in _configs(model.config) if _experts(each) == "grouped_mm"]
+    outer = getattr(_here, "switched", [])
+    with host._optimize_model_for_decode():
+        _here.switched = [each for each in grouped if _experts(each) == "batched_mm"]
+        try:
+            yield
+        finally:
+            _here.switched = outer
+
+
+@contextmanager
+def wide(num_rows: int, width: int) -> Iterator[None]:
+    """A forward within `decoding` over `width` tokens a row: where they are many, without copies of the experts.
+
+    A Mixtral would copy some 8 GB a layer for 17 tokens. Single tokens stay with the kernel that vanilla has for them.
+    """
+    switched: list[Any] = getattr(_here, "switched", [])
+    if not switched or width == 1 or num_rows * width <= _FEW_TOKENS:
+        yield
+        return
+    for each in switched:
+        each._experts_implementation_internal = "grouped_mm"
+    try:
+        yield
+    finally:
+        for each in switched:
+            each._experts_implementation_internal = "batched_mm"
+
+
+def _configs(config: Any) -> list[Any]:
+    """A config and those within it."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return [config, *(each for part in parts if part is not None for each in _configs(part))]
+
+
+def _experts(config: Any) -> str | None:
+    return getattr(config, "_experts_implementation_internal", None)
 
 
 def prepare_all(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ or a newer release is judged by what it does. Each has a test in `tests/contract
 import inspect
 
 from transformers import GenerationMixin
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import utils as generation_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -60,6 +61,12 @@ ROW_INPUTS = ("attention_mask", "position_ids", *TOKEN_TYPES)
 #: Whether this release masks several tokens behind a cache rightly in all its models, and draws no random numbers in
 #: evaluation mode (LED's and SeamlessM4T's encoders did).
 HAS_EVEN_FORWARDS = CACHE_KEY == "cache"
+
+#: `crop(n)` of a cache with n above 0: up to 5.17 the length to keep, later an error.
+CROPS_TO_LENGTH = "raise ValueError" not in inspect.getsource(DynamicLayer.crop)
+
+#: `crop(0)`: in 4.57 nothing is kept, later nothing is removed.
+CROPS_ALL_BY_ZERO = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 #: Whether layers drop the cache when a model is in training mode with gradient checkpointing, as long as no
 #: gradients are asked for (5.24 keeps it then).

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hfspec.host.modules import modules_where
+
 #: They start from nothing, or limit time steps, whenever several tokens come at once (see `tests/zoo`).
 _ONE_BY_ONE = (
     "FalconMambaMixer",
@@ -37,11 +39,11 @@ _num_calls: dict[int, int] = {}
 
 def stepping_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers of a model that have to be fed token by token."""
-    return [
-        module
-        for module in model.modules()
-        if type(module).__name__ in _ONE_BY_ONE or getattr(module, "time_step_limit", (0.0,))[0] > 0
-    ]
+    return modules_where(model, _goes_by_one)
+
+
+def _goes_by_one(module: torch.nn.Module) -> bool:
+    return type(module).__name__ in _ONE_BY_ONE or getattr(module, "time_step_limit", (0.0,))[0] > 0
 
 
 @contextmanager

@@ -108,7 +108,10 @@ def _cache_problem(prepared: Prepared, last: int | None) -> str | None:
     if window is not None and (last is None or last > window + 1):
         return "a static cache that is smaller than the window changes what a token sees by what comes with it"
     if forwards.compiles_decoding(model, prepared.model_kwargs, config):
-        return "transformers compiles forwards over single tokens for this kind of cache"
+        return (
+            "transformers compiles forwards over single tokens for a cache of fixed size on this device; with "
+            "disable_compile=True in the generation config the call can be sped up"
+        )
     if caches.masks_by_types(model, cache, prepared.model_kwargs):
         return "over a static cache token types would be taken for a prompt's whenever several tokens come at once"
     if prepared.returns_states and config.output_attentions and _has_odd_attentions(cache):

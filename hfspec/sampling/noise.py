@@ -8,46 +8,11 @@ come: a draft source may look at it, and propose what the target is likely to pi
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-
-def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of a device's default generator; it lies in the host's memory."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    module: Any = torch.get_device_module(device)
-    state: torch.Tensor = module.get_rng_state(*_which(device))
-    return state
-
-
-def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, *_which(device))
-
-
-def _which(device: torch.device) -> tuple[torch.device, ...]:
-    """What says which device is meant; there is but one MPS device, and its functions take none."""
-    return () if device.type == "mps" else (device,)
-
-
-@contextmanager
-def unmoved(device: torch.device) -> Iterator[None]:
-    """Put the default generators of the CPU and of `device` back to where they were, if the body moves them."""
-    devices = {torch.device("cpu"), device}
-    before = {each: generator_state(each) for each in devices}
-    try:
-        yield
-    finally:
-        for each, state in before.items():
-            if not torch.equal(state, generator_state(each)):
-                _set_generator_state(each, state)
-
+from hfspec.sampling.generator import generator_state, set_generator_state
 
 #: Bytes of noise that a call may keep on any machine: 436 rows of a vocabulary of 150,000.
 _LEAST_BYTES = 256 << 20
@@ -303,7 +268,7 @@ class BatchNoise:
 
     def _move(self, num_made: int) -> None:
         """Let the default generator make draws that were seen."""
-        _set_generator_state(self._device, self._states[num_made])
+        set_generator_state(self._device, self._states[num_made])
         self._num_made = num_made
 
     def _pass(self, rows: Sequence[int], nums: Sequence[int]) -> None:

@@ -11,13 +11,14 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from hfspec.cache.ledger import vanilla_cache
-from hfspec.cache.rollback import Rollback, StateRollback
+from hfspec.cache.rollback import Rollback, StateRollback, keeps_state
 from hfspec.errors import HfspecError
 from hfspec.host import architectures, forwards, releases
+from hfspec.host.modules import modules_where
 from hfspec.host.prepared import Prepared
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.rounds import Draft, Outcomes, Verified
-from hfspec.sampling.noise import generator_state
+from hfspec.sampling.generator import generator_state
 from hfspec.texts import Texts
 
 
@@ -38,7 +39,7 @@ class Target:
         self._model_kwargs = prepared.model_kwargs | {releases.CACHE_KEY: cache}
         self._cache = cache
         # Counts new tokens: the prompt in the cache is its zero.
-        self._rollback: Rollback | StateRollback = Rollback(cache, layers=prepared.model.modules())
+        self._rollback: Rollback | StateRollback = Rollback(cache, layers=modules_where(prepared.model, keeps_state))
         self._stepping_layers = stepping_layers(prepared.model)
         self._num_new = 0
         #: Forwards made after the prompt's.
@@ -60,7 +61,7 @@ class Target:
         self._model_kwargs = forwards.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
         if others := _other_caches(self._model_kwargs):
-            self._rollback = Rollback(self._cache, layers=self.model.modules(), others=others)
+            self._rollback = Rollback(self._cache, layers=modules_where(self.model, keeps_state), others=others)
         # Only the last position is kept: the logits of a whole prompt can be very large.
         logits = outputs.logits[:, -1:].clone()
         outputs["logits"] = None
@@ -152,8 +153,10 @@ class Target:
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = num_logits
+        ids = model_inputs.get("input_ids", model_inputs.get("decoder_input_ids"))
+        num_rows = 1 if ids is None else len(ids)
         self.num_forwards += 1
-        with self._reading(num_read), stepping(self._stepping_layers):
+        with self._reading(num_read), stepping(self._stepping_layers), forwards.wide(num_rows, num_read):
             outputs = self.model(**model_inputs, return_dict=True)
         num_given = outputs.logits.shape[1]
         if num_given < num_logits:

@@ -41,3 +41,11 @@ def test_memory_counts_the_draft_only_where_there_is_one() -> None:
     }
     assert found["plain"]["draft_bytes"] == 0 < found["hfspec"]["draft_bytes"]
     assert all(each["peak_bytes"] > 0 for each in found.values())
+
+
+def test_noise_counts_rows_and_compares_tokens() -> None:
+    found = benchmark("noise").measure(vocab_size=500, num_rows=4, num_tokens=24, fastest=5, repeats=1)
+    assert set(found) == {"plain", "5", "auto"}
+    assert found["plain"]["rows_of_noise"] == 4 * 24
+    assert all(each["is_same"] for each in found.values())
+    assert found["5"]["rows_of_noise"] <= 1.5 * found["plain"]["rows_of_noise"]

@@ -352,3 +352,83 @@ def test_an_arranged_window_still_has_all_that_can_be_seen(length, num_kept):
         whole = torch.cat([text[row], new[row, :, :kept], batch(2, 1, seed=2)[row]], dim=-2)
         at = min(whole.shape[-2], WINDOW)
         assert torch.equal(seen[row, :, -at:], whole[:, -at:])
+
+
+# What the host may do to any cache of its own kind
+
+
+def vanilla_and_ours(sliding=False):
+    """The host's layer and ours with the same 6 slots of 3 rows in them."""
+    kinds = (DynamicSlidingWindowLayer, SpeculativeSlidingLayer) if sliding else (DynamicLayer, SpeculativeLayer)
+    layers = [kind(WINDOW) if sliding else kind() for kind in kinds]
+    for length in (4, 1, 1):
+        written = torch.randn(3, 2, length, 8, generator=torch.Generator().manual_seed(length))
+        for layer in layers:
+            layer.update(written, -written)
+    return layers
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.batch_select_indices(torch.tensor([2, 0])),
+        lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])),
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.reorder_cache(torch.tensor([1, 1, 0])),
+        lambda layer: layer.crop(-2),
+        lambda layer: layer.crop(0),
+        lambda layer: layer.crop(2),
+    ],
+    ids=["select", "mask", "repeat", "reorder", "crop", "crop nothing", "crop to"],
+)
+def test_rows_and_lengths_change_as_in_the_hosts_layer(change, sliding):
+    """Also in what is written and read afterwards; and an error is an error in both."""
+    host, ours = vanilla_and_ours(sliding)
+    errors = []
+    for layer in (host, ours):
+        try:
+            change(layer)
+            errors.append(None)
+        except ValueError as error:
+            errors.append(type(error))
+    assert errors[0] == errors[1]
+    more = torch.randn(host.keys.shape[0], 2, 1, 8)
+    for expected, found in zip(host.update(more, -more), ours.update(more, -more), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("method", ["batch_select_indices", "reorder_cache", "batch_repeat_interleave", "crop"])
+def test_an_empty_layer_stays_empty(method):
+    """As the host's does."""
+    layer = SpeculativeLayer()
+    getattr(layer, method)({"crop": -1, "batch_repeat_interleave": 2}.get(method, torch.tensor([0])))
+    assert layer.get_seq_length() == 0
+    layer.update(states(3), states(3))
+    assert torch.equal(layer.keys, states(3))
+
+
+def test_slots_that_are_gone_are_not_invented():
+    """A windowed layer that has dropped slots cannot be cropped to a text that would see them."""
+    layer = SpeculativeSlidingLayer(WINDOW)
+    layer.update(states(30), states(30))
+    with pytest.raises(ValueError, match="cannot be cropped to 20 tokens"):
+        layer.crop(-10)
+    assert layer.get_seq_length() == 30
+
+
+def test_no_slot_is_copied_twice():
+    """`update` writes its slots and moves nothing else: five operations on tensors for keys, as many for values."""
+    layer, calls = SpeculativeLayer(), []
+
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    layer.update(states(3), states(3))
+    with Counting():
+        layer.update(states(1), states(1))
+    assert calls.count("narrow") == 4
+    assert calls.count("copy_") == 2
+    assert "__getitem__" not in calls

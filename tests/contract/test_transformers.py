@@ -559,3 +559,21 @@ def test_a_class_made_on_the_fly_cannot_be_pickled_by_itself():
     """Why hfspec brings `__reduce_ex__`: pickle refuses a class it does not find by its name."""
     with pytest.raises(Exception, match="not the same object"):
         torch.save(disguised(build()), io.BytesIO())
+
+
+def test_what_crop_makes_of_a_count():
+    """Below 0: so many slots fewer. 0 and above: as `releases` says, in a layer of the host's."""
+
+    def cropped(count):
+        layer = DynamicLayer()
+        layer.update(torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2))
+        layer.crop(count)
+        return layer.get_seq_length()
+
+    assert cropped(-2) == 3
+    assert cropped(0) == (0 if releases.CROPS_ALL_BY_ZERO else 5)
+    if releases.CROPS_TO_LENGTH:
+        assert cropped(2) == 2
+    else:
+        with pytest.raises(ValueError, match="positive"):
+            cropped(2)

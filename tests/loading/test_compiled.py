@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CompileConfig
 
 import hfspec
 from tests.loading import tiny
 from tests.loading.tiny import assert_exact, noisy_copy
-from tests.models import plain_text, prompt
+from tests.models import both, plain_text, prompt
 
 # torch's own, on the way through 4.57's masks.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -90,3 +91,13 @@ def test_the_model_inside_a_wrapper(first):
         hfspec.patch(compiled._orig_mod, draft, draft_budget=4)
     assert torch.equal(compiled.generate(prompt(), **NEW), expected)
     assert hfspec.stats(model).last.accepted_tokens > 0
+
+
+def test_a_static_cache_where_the_host_compiles_is_left_to_it():
+    """As on accelerators: the reason names the way out, and with it the call is sped up to the same tokens."""
+    config = CompileConfig(backend="eager", mode=None, fullgraph=False)
+    config._compile_all_devices = True
+    call = NEW | {"cache_implementation": "static", "compile_config": config, "do_sample": False}
+    model = target()
+    both(model, noisy_copy(target()), prompt(), call).assert_plain("disable_compile=True")
+    both(model, noisy_copy(target()), prompt(), call | {"disable_compile": True}).assert_same().assert_drafted()

@@ -1,0 +1,42 @@
+"""The default generator of a device: its state, and leaving it as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's default generator; it lies in the host's memory."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module: Any = torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state(*_which(device))
+    return state
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Bring a device's default generator to a state."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    """What says which device is meant; there is but one MPS device, and its functions take none."""
+    return () if device.type == "mps" else (device,)
+
+
+@contextmanager
+def unmoved(device: torch.device) -> Iterator[None]:
+    """Put the default generators of the CPU and of `device` back to where they were, if the body moves them."""
+    devices = {torch.device("cpu"), device}
+    before = {each: generator_state(each) for each in devices}
+    try:
+        yield
+    finally:
+        for each, state in before.items():
+            if not torch.equal(state, generator_state(each)):
+                set_generator_state(each, state)
