@@ -32,12 +32,14 @@ class _Path:
         on_path: `[rows, states]`, the states up to there.
         is_closed: `[rows, 1]`, whether the leaf itself has ended the text, so that nothing is chosen behind it.
         depth: `[rows, 1]`, accepted tokens.
+        ends: `[rows, states]`, the leaf, and the like of it where siblings have one token.
     """
 
     leaf: torch.Tensor
     on_path: torch.Tensor
     is_closed: torch.Tensor
     depth: torch.Tensor
+    ends: torch.Tensor
 
     @property
     def num_committed(self) -> torch.Tensor:
@@ -95,7 +97,7 @@ class Vectorised:
             has_ended = path.is_closed | ends.gather(1, path.leaf)
         tokens = chosen if draft.tree is None else _in_order(chosen, path, draft)
         is_bad = (is_bad & path.on_path).any(dim=1, keepdim=True)
-        is_judged = _has_children(path.leaf, draft) & ~path.is_closed
+        is_judged = _has_children(path, draft) & ~path.is_closed
         flags = torch.cat([path.is_closed, has_ended, is_judged, is_bad, path.on_path], dim=1)
         read = torch.cat([flags.to(tokens), tokens], dim=1).tolist()  # the round's one wait
         if any(row[3] for row in read):
@@ -192,10 +194,12 @@ def _each(chosen: torch.Tensor, ends: torch.Tensor, draft: Draft) -> _Path:
     right = chosen.gather(1, before) == draft.token_ids
     closed = pad(ends.gather(1, before), (1, 0))
     passes = pad(right & ~closed.gather(1, before), (1, 0), value=True)
+    passes &= chosen >= 0  # a rule that goes one way chooses nowhere else
     alive = ~(tree.ancestors & ~passes[:, None]).any(dim=-1)
     leaf = (tree.depths * alive).argmax(dim=1, keepdim=True)
     on_path = tree.ancestors.gather(1, leaf[..., None].expand(-1, -1, alive.shape[1]))[:, 0]
-    return _Path(leaf, on_path, closed.gather(1, leaf), tree.depths.gather(1, leaf))
+    depth = tree.depths.gather(1, leaf)
+    return _Path(leaf, on_path, closed.gather(1, leaf), depth, alive & (tree.depths == depth))
 
 
 def _together(chosen: torch.Tensor, over: torch.Tensor, draft: Draft) -> tuple[_Path, torch.Tensor]:
@@ -210,8 +214,8 @@ def _together(chosen: torch.Tensor, over: torch.Tensor, draft: Draft) -> tuple[_
 def _chain(right: torch.Tensor, closed: torch.Tensor) -> _Path:
     """The path along a chain; `right` `[rows, nodes]`, `closed` `[rows, states]`."""
     leaf = (right & ~closed[:, :-1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
-    on_path = torch.arange(closed.shape[1], device=leaf.device) <= leaf
-    return _Path(leaf, on_path, closed.gather(1, leaf), leaf)
+    states = torch.arange(closed.shape[1], device=leaf.device)
+    return _Path(leaf, states <= leaf, closed.gather(1, leaf), leaf, states == leaf)
 
 
 def _in_order(chosen: torch.Tensor, path: _Path, draft: Draft) -> torch.Tensor:
@@ -224,8 +228,7 @@ def _in_order(chosen: torch.Tensor, path: _Path, draft: Draft) -> torch.Tensor:
     return ordered[:, :num_states]
 
 
-def _has_children(leaf: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """Whether something was proposed behind a state, `[rows, 1]`."""
-    if draft.tree is None:
-        return pad(draft.token_ids, (0, 1), value=-1).gather(1, leaf) >= 0
-    return ((draft.tree.parents[:, 1:] == leaf) & (draft.token_ids >= 0)).any(dim=1, keepdim=True)
+def _has_children(path: _Path, draft: Draft) -> torch.Tensor:
+    """Whether something was proposed behind a path's end, `[rows, 1]`."""
+    follows = path.ends[:, :-1] if draft.tree is None else path.ends.gather(1, draft.tree.parents[:, 1:])
+    return (follows & (draft.token_ids >= 0)).any(dim=1, keepdim=True)

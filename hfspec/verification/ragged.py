@@ -4,6 +4,7 @@ Inputs are made here, without the host: ids, positions and mask say all that a d
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,11 +60,12 @@ class RaggedTarget(Target):
         self._lengths = [1 + length for length in draft.lengths]
         width = draft.num_tokens + 1
         has_gaps = min(self._lengths) < width
-        token_ids = draft.token_ids.clamp(min=0) if has_gaps else draft.token_ids
+        is_tree = draft.parents is not None
+        token_ids = draft.token_ids.clamp(min=0) if has_gaps or is_tree else draft.token_ids
         input_ids = torch.cat([texts.last([1] * draft.num_rows), token_ids], dim=1)
         rows.checkpoint()
         num_before = self._num_slots_before = rows.num_slots
-        if draft.parents is not None:
+        if is_tree:
             self._lengths = [width] * draft.num_rows
             self._counts = None
             seen, position_ids = rows.open_tree(draft)
@@ -72,7 +74,8 @@ class RaggedTarget(Target):
         else:
             self._counts = (draft.token_ids >= 0).sum(dim=1) + 1 if has_gaps else None
             mask, position_ids = rows.open(self._lengths, counts=self._counts)
-        return self._forward(self._inputs(input_ids, mask, position_ids, num_before), width, width)
+        verified = self._forward(self._inputs(input_ids, mask, position_ids, num_before), width, width)
+        return replace(verified, tree=draft.tree) if is_tree else verified
 
     def keep(self, outcomes: Outcomes) -> None:
         """Keep of each row's tokens of the last round those that were committed, but for the last."""
