@@ -249,6 +249,12 @@ def has_foreign_forward(model: PreTrainedModel) -> bool:
     return not model.forward.__module__.startswith("transformers.")
 
 
+def attention_of(model: PreTrainedModel) -> str | None:
+    """The name of the kernel that the model's text layers attend with."""
+    name: str | None = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    return name
+
+
 def takes_position_ids(model: PreTrainedModel) -> bool:
     """Whether the model's forward takes position ids."""
     return "position_ids" in inspect.signature(model.forward).parameters

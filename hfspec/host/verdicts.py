@@ -160,7 +160,7 @@ def tree_problem(model: PreTrainedModel, cache: Cache) -> str | None:
         cache: one that `ragged_problem` has nothing against.
     """
     config = model.config.get_text_config(decoder=True)
-    attention = getattr(config, "_attn_implementation", None)
+    attention = architectures.attention_of(model)
     if attention not in _MASKED_ATTENTION:
         return f"attention of the kind {attention!r} takes no mask for each token"
     if not architectures.takes_position_ids(model):

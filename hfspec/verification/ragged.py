@@ -11,7 +11,7 @@ import torch
 
 from hfspec.cache.ledger import SpeculativeCache
 from hfspec.cache.rows import Rows
-from hfspec.host import forwards
+from hfspec.host import architectures, forwards
 from hfspec.host.prepared import Prepared
 from hfspec.host.verdicts import counts_slots
 from hfspec.rounds import Draft, Outcomes, Verified
@@ -69,7 +69,7 @@ class RaggedTarget(Target):
             self._lengths = [width] * draft.num_rows
             self._counts = None
             seen, position_ids = rows.open_tree(draft)
-            mask: Any = {kind: self._additive(each) for kind, each in seen.items()}
+            mask: Any = {kind: self._as_taken(each) for kind, each in seen.items()}
             mask = mask if len(mask) > 1 else next(iter(mask.values()))
         else:
             self._counts = (draft.token_ids >= 0).sum(dim=1) + 1 if has_gaps else None
@@ -96,8 +96,14 @@ class RaggedTarget(Target):
         kwargs = forwards.with_slots(self.model, self._model_kwargs, mask, position_ids, num_slots)
         return forwards.prepare_last(self.model, input_ids, input_ids.shape[1], kwargs)
 
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        """A mask to be added to scores; one of booleans is taken for numbers by eager attention."""
+    def _as_taken(self, seen: torch.Tensor) -> torch.Tensor:
+        """A mask as the host makes it for this kind of attention: eager adds it to scores, sdpa takes booleans.
+
+        Adding is safe in whatever dtype a layer, or autocast, makes its scores: softmax is float32. Sdpa would want
+        a mask of that very dtype.
+        """
+        if architectures.attention_of(self.model) == "sdpa":
+            return seen
         dtype = self.model.dtype
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
