@@ -80,7 +80,7 @@ def _round(
     budget = _budget(target, texts, controller, plan, why_chains is None)
     with measured(texts.device) as draft_time:
         draft = source.propose(texts, budget)
-    draft = _verifiable(draft, texts, plan, why_chains)
+    draft = _verifiable(draft, texts, plan, why_chains, metrics)
     with measured(texts.device) as verify_time:
         verified = proving.verify(texts, draft)
     draft = draft.cut([verified.num_drafted] * draft.num_rows)
@@ -125,20 +125,23 @@ def _goes_on(texts: Texts, target: Target, source: Guard) -> bool:
     return bool(rows)
 
 
-def _verifiable(draft: Draft, texts: Texts, plan: Plan, why_chains: str | None) -> Draft:
+def _verifiable(draft: Draft, texts: Texts, plan: Plan, why_chains: str | None, metrics: Metrics) -> Draft:
     """No draft beyond a text's last token; chains where trees cannot be verified; rows in step alike."""
     if not draft.num_tokens:
         return draft
     limits = [draft.num_tokens] * draft.num_rows
     if plan.max_length is not None:
         limits = [max(0, plan.max_length - length - 1) for length in texts.lengths]
-    if draft.parents is not None and (why_chains is not None or min(limits) < draft.num_tokens):
-        draft = draft.first_paths()
+    if draft.parents is not None and why_chains is not None:
+        chains = draft.first_paths()
+        if chains.lengths != draft.lengths:
+            metrics.chain_reasons[why_chains] = 1  # once a call
+        draft = chains
     if plan.last_draft_id is not None or plan.unverifiable_ids:
         limits = [min(pair) for pair in zip(limits, _cuts(plan, draft, texts), strict=True)]
     if plan.is_in_step:
         return _in_step(draft, limits, texts, plan)
-    return draft.cut(limits)
+    return draft.no_deeper(limits)
 
 
 def _in_step(draft: Draft, limits: list[int], texts: Texts, plan: Plan) -> Draft:

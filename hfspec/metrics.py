@@ -86,7 +86,7 @@ class Metrics:
         rejected_rounds: rounds in which a draft token was rejected.
         timed_draft_tokens: draft tokens whose time is in `draft_seconds`.
         drafted_by_depth, accepted_by_depth: draft tokens judged / accepted at depth 1, 2, …
-        budget_histogram: rounds by number of tokens drafted.
+        budget_histogram: rounds by number of tokens (nodes) drafted.
         draft_prefill_seconds: the draft source reading the prompt (or catching up after a pause).
         draft_seconds, verify_seconds, plain_seconds: drafting; target forwards with a draft; target forwards
             without one (those of trials among them), and whole calls that the host decoded plainly.
@@ -95,6 +95,7 @@ class Metrics:
         ttft_seconds: from the start to the first token, one entry's worth per call.
         fallback_reasons: why calls (or their rest) ran plain, with how often.
         lockstep_reasons: why the rows of a batch had to keep in step, each waiting for the others, with how often.
+        chain_reasons: why of trees only the first path was verified, with in how many calls.
     """
 
     calls: int = 0
@@ -127,6 +128,7 @@ class Metrics:
     ttft_seconds: float = 0.0
     fallback_reasons: Counter[str] = field(default_factory=Counter)
     lockstep_reasons: Counter[str] = field(default_factory=Counter)
+    chain_reasons: Counter[str] = field(default_factory=Counter)
 
     def count_round(self, round_: Round, why_plain: str = "") -> None:
         """Count one target forward after the prompt's; `why_plain` says why it was to have no draft, if so."""
@@ -165,7 +167,7 @@ class Metrics:
 
     def forget_rare_reasons(self) -> None:
         """Keep the reasons few, the commonest by themselves and the others as one."""
-        for reasons in (self.fallback_reasons, self.lockstep_reasons, self.plain_reasons):
+        for reasons in (self.fallback_reasons, self.lockstep_reasons, self.chain_reasons, self.plain_reasons):
             if len(reasons) > 2 * _MAX_REASONS:
                 kept = Counter(dict(reasons.most_common(_MAX_REASONS)))
                 kept["other reasons"] += reasons.total() - kept.total()

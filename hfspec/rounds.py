@@ -42,7 +42,7 @@ class Draft:
 
     Attributes:
         token_ids: `[rows, nodes]`, int64, on the target's device; -1 where a row has no such node. Nodes that are
-            missing are a row's last.
+            missing are a chain's last; of a tree they have no children.
         parents: `[rows, nodes]`, int64: the node that each follows, -1 the root (the last committed token), always
             below the node's own index. `None`: chains, each node following the one before.
         probs: `[rows, nodes, vocab]`, the distribution each token was really drawn from; for children of one node,
@@ -51,6 +51,7 @@ class Draft:
         confidences: `[rows, nodes]`, how sure the source is of each token, 0 … 1, in any scale of its own, or `None`.
             For a single row a tuple of numbers will do.
         lengths: how many nodes each row has; all of them, if not said.
+        depth: the most nodes on a path from the root; as many as there are nodes, if not said.
     """
 
     token_ids: torch.Tensor
@@ -58,13 +59,16 @@ class Draft:
     probs: torch.Tensor | None = None
     confidences: torch.Tensor | Sequence[float] | None = None
     lengths: tuple[int, ...] = ()
+    depth: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.confidences, list | tuple):
             given = torch.tensor([self.confidences], dtype=torch.float32) if self.confidences else None
             object.__setattr__(self, "confidences", given)
-        if not self.lengths and isinstance(self.token_ids, torch.Tensor) and self.token_ids.dim() == 2:
-            object.__setattr__(self, "lengths", (self.token_ids.shape[1],) * self.token_ids.shape[0])
+        if isinstance(self.token_ids, torch.Tensor) and self.token_ids.dim() == 2:
+            num_rows, num_nodes = self.token_ids.shape
+            object.__setattr__(self, "lengths", self.lengths or (num_nodes,) * num_rows)
+            object.__setattr__(self, "depth", self.depth or num_nodes)
 
     @property
     def num_rows(self) -> int:
@@ -91,7 +95,18 @@ class Draft:
         def first(values: Any) -> Any:
             return None if values is None else values[:, :most]
 
-        return Draft(token_ids, first(self.parents), first(self.probs), first(self.confidences), lengths)
+        parents, probs, confidences = map(first, (self.parents, self.probs, self.confidences))
+        return Draft(token_ids, parents, probs, confidences, lengths, min(self.depth, most))
+
+    def no_deeper(self, depths: Sequence[int]) -> "Draft":
+        """The same tree without the nodes below depth `depths[i]` of row `i`: they become nodes that are none."""
+        if self.tree is None or self.parents is None:
+            return self.cut(depths)
+        if min(depths) >= self.depth:
+            return self
+        is_below = self.tree.depths[:, 1:] > torch.tensor(depths, device=self.parents.device)[:, None]
+        token_ids, parents = (each.masked_fill(is_below, -1) for each in (self.token_ids, self.parents))
+        return Draft(token_ids, parents, self.probs, self.confidences, self.lengths, min(self.depth, max(depths)))
 
     def first_paths(self) -> "Draft":
         """Chains: of each row's tree the path of first children. Looks at the shape on the host."""
@@ -120,7 +135,7 @@ class Draft:
 
         shares = (self.token_ids, self.parents, self.probs, self.confidences)
         token_ids, parents, probs, confidences = map(mine, shares)
-        return Draft(token_ids, parents, probs, confidences, (self.lengths[row],))
+        return Draft(token_ids, parents, probs, confidences, (self.lengths[row],), self.depth)
 
     @cached_property
     def tree(self) -> "Tree | None":
@@ -177,12 +192,14 @@ class Verified:
         outputs: the model's outputs; their last `1 + nodes` tokens are these.
         num_read: tokens a row that went into the forward.
         is_prompt: whether it was the prompt's forward, whose states vanilla reports whole.
+        tree: of the draft, if it is one; of a single row where attentions are asked for.
     """
 
     logits: torch.Tensor
     outputs: ModelOutput
     num_read: int
     is_prompt: bool = False
+    tree: Tree | None = None
 
     @property
     def num_drafted(self) -> int:
@@ -201,12 +218,22 @@ class Verified:
         if self.is_prompt:
             return self.outputs[kind]
         at = self._from_the_end(index)
+        layers = self.outputs[kind]
+        if self.tree is not None:  # what is before the root, and the way from there
+            way = self.tree.ancestors[0, index].nonzero()[:, 0]
+            num_states = self.logits.shape[1]
+            return tuple(
+                None
+                if layer is None
+                else torch.cat([layer[:, :, -at, :-num_states], layer[:, :, -at, way - num_states]], dim=-1)[:, :, None]
+                for layer in layers
+            )
         num_later = 0 if kind == "cross_attentions" else at - 1
         return tuple(
             layer
             if layer is None
             else _copy(layer[:, :, layer.shape[2] - at, : layer.shape[-1] - num_later][:, :, None])
-            for layer in self.outputs[kind]
+            for layer in layers
         )
 
     def _from_the_end(self, index: int) -> int:
@@ -322,8 +349,11 @@ class Round:
 
     @property
     def verdicts(self) -> list[tuple[tuple[float, ...], Outcome]]:
-        """Confidences of a row's draft with what was judged of it; rows in step count as one."""
-        confidences = self.draft.confidences
+        """Confidences of a row's draft with what was judged of it; rows in step count as one.
+
+        Of a tree none: what was judged at a depth is whether any of its nodes there is right.
+        """
+        confidences = self.draft.confidences if self.draft.parents is None else None
         has_confidences = isinstance(confidences, torch.Tensor)
         found = [
             (tuple(confidences[row].tolist()) if has_confidences else (), self.outcomes[row])  # type: ignore[index,union-attr]

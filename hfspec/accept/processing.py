@@ -56,7 +56,7 @@ class Processing:
     def _of_row(self, index: int, row: int, scores: torch.Tensor, draft: Draft) -> torch.Tensor:
         """One row's scores `[states, vocab]`; states that the row does not have stay as they are."""
         processor = self._processors[self._texts.rows[row]][index]
-        text, token_ids = self._texts.of(row), draft.token_ids[row : row + 1]
+        text, token_ids = self._texts.of(row), draft.token_ids[row : row + 1].clamp(min=0)
         paths = _paths(draft, row)
         processed = []
         for state in range(len(scores)):

@@ -123,7 +123,7 @@ class Seeded(Rule):
         # The sum is finite unless a probability is nan or inf.
         is_bad = ~probs.sum(dim=-1).isfinite()
         # Number of draws: one for each depth, the root's included.
-        noise = self._noise.ahead(rows, scores.shape[1], scores[:, 0])
+        noise = self._noise.ahead(rows, draft.depth + 1, scores[:, 0])
         if draft.tree is not None:
             noise = noise.gather(1, draft.tree.depths[:, :, None].expand(-1, -1, noise.shape[2]))
         return (probs / noise).argmax(dim=-1), is_bad

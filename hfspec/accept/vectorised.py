@@ -33,12 +33,14 @@ class _Path:
         on_path: `[rows, states]`, the states up to there.
         is_closed: `[rows, 1]`, whether the leaf itself has ended the text, so that nothing is chosen behind it; `None`
             if nothing ends a text but its length.
+        ends: `[rows, states]`, the leaf, and the like of it where siblings have one token.
     """
 
     leaf: torch.Tensor
     depth: torch.Tensor
     on_path: torch.Tensor
     is_closed: torch.Tensor | None
+    ends: torch.Tensor
 
     @property
     def num_committed(self) -> torch.Tensor:
@@ -103,7 +105,7 @@ class Vectorised:
             is_closed=path.is_closed,
             has_ended=has_ended,
             is_bad=None if is_bad is None else (is_bad & path.on_path).any(dim=1, keepdim=True),
-            has_children=None if draft.tree is None else _has_children(path.leaf, draft.tree, draft),
+            has_children=None if draft.tree is None else _has_children(path, draft.tree, draft),
             on_path=None if draft.tree is None else path.on_path,
             tokens=tokens,
         )
@@ -212,15 +214,18 @@ def _each(chosen: torch.Tensor, ends: torch.Tensor | None, draft: Draft) -> _Pat
         closed = None if ends is None else pad(ends, (1, -1))  # by the token that leads to a state
         return _chain(chosen[:, :-1] == draft.token_ids, closed)
     before = tree.parents[:, 1:]
-    passes = chosen.gather(1, before) == draft.token_ids
+    passes = (chosen.gather(1, before) == draft.token_ids) & (draft.token_ids >= 0)
     closed = None
     if ends is not None:
         closed = pad(ends.gather(1, before), (1, 0))
         passes = passes & ~closed.gather(1, before)
-    alive = ~(tree.ancestors & ~pad(passes, (1, 0), value=True)[:, None]).any(dim=-1)
+    passes = pad(passes, (1, 0), value=True) & (chosen >= 0)  # a rule that goes one way chooses nowhere else
+    alive = ~(tree.ancestors & ~passes[:, None]).any(dim=-1)
     leaf = (tree.depths * alive).argmax(dim=1, keepdim=True)
     on_path = tree.ancestors.gather(1, leaf[..., None].expand(-1, -1, alive.shape[1]))[:, 0]
-    return _Path(leaf, tree.depths.gather(1, leaf), on_path, None if closed is None else closed.gather(1, leaf))
+    depth = tree.depths.gather(1, leaf)
+    is_closed = None if closed is None else closed.gather(1, leaf)
+    return _Path(leaf, depth, on_path, is_closed, alive & (tree.depths == depth))
 
 
 def _together(chosen: torch.Tensor, over: torch.Tensor, draft: Draft) -> tuple[_Path, torch.Tensor]:
@@ -236,8 +241,8 @@ def _chain(right: torch.Tensor, closed: torch.Tensor | None) -> _Path:
     """The path along a chain; `right` `[rows, nodes]`, `closed` `[rows, states]`."""
     passes = right if closed is None else right & ~closed[:, :-1]
     leaf = passes.long().cumprod(dim=1).sum(dim=1, keepdim=True)
-    on_path = torch.arange(right.shape[1] + 1, device=leaf.device) <= leaf
-    return _Path(leaf, leaf, on_path, None if closed is None else closed.gather(1, leaf))
+    states = torch.arange(right.shape[1] + 1, device=leaf.device)
+    return _Path(leaf, leaf, states <= leaf, None if closed is None else closed.gather(1, leaf), states == leaf)
 
 
 def _in_order(chosen: torch.Tensor, path: _Path, tree: Tree) -> torch.Tensor:
@@ -248,6 +253,7 @@ def _in_order(chosen: torch.Tensor, path: _Path, tree: Tree) -> torch.Tensor:
     return ordered[:, :num_states]
 
 
-def _has_children(leaf: torch.Tensor, tree: Tree, draft: Draft) -> torch.Tensor:
-    """Whether something was proposed behind a state, `[rows, 1]`."""
-    return ((tree.parents[:, 1:] == leaf) & (draft.token_ids >= 0)).any(dim=1, keepdim=True)
+def _has_children(path: _Path, tree: Tree, draft: Draft) -> torch.Tensor:
+    """Whether something was proposed behind a path's end, `[rows, 1]`."""
+    follows = path.ends.gather(1, tree.parents[:, 1:])
+    return (follows & (draft.token_ids >= 0)).any(dim=1, keepdim=True)

@@ -81,21 +81,21 @@ class Walk:
     ) -> Outcome:
         num_nodes = draft.lengths[row]
         parents = list(range(-1, num_nodes - 1)) if parents is None else parents
-        node = -1
-        path: list[int] = []
+        here = [-1]  # several nodes, where siblings have one token
         committed: list[int] = []
         while True:
-            children = [each for each in range(num_nodes) if parents[each] == node]
-            self._record.add_states(verified, node + 1)
-            chosen = self._append(verified.logits[:, node + 1], row, [_proposal(draft, row, token_ids, children)])[0]
+            children = [each for each in range(num_nodes) if parents[each] in here and token_ids[each] >= 0]
+            self._record.add_states(verified, here[0] + 1)
+            proposals = [_proposal(draft, row, token_ids, children)]
+            chosen = self._append(verified.logits[:, here[0] + 1], row, proposals)[0]
             committed.append(chosen)
             has_ended = self._texts.has_ended[row]
-            node = next((each for each in children if token_ids[each] == chosen), -1) if children else -1
-            if node < 0 or self._was_written:
-                return Outcome(len(path) + bool(children), tuple(path), tuple(committed), has_ended)
-            path.append(node)
-            if has_ended:
-                return Outcome(len(path), tuple(path), tuple(committed), True)
+            right = [] if self._was_written else [each for each in children if token_ids[each] == chosen]
+            here = right or here
+            if not right or has_ended:
+                path = _path_to(here[0], parents)
+                is_rejected = bool(children) and not right
+                return Outcome(len(path) + is_rejected, path, tuple(committed), has_ended)
 
     def _walk_in_step(self, token_ids: list[list[int]], draft: Draft, verified: Verified) -> list[Outcome]:
         num_rows, num_nodes = len(token_ids), draft.num_tokens
@@ -185,6 +185,15 @@ class _Lent:
         if was_written and self._is_copy:
             self._texts.put_back(self.ids)
         return was_written
+
+
+def _path_to(node: int, parents: list[int]) -> tuple[int, ...]:
+    """The nodes from the root's child to this one."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return tuple(reversed(path))
 
 
 def _proposal(draft: Draft, row: int, token_ids: list[int], children: list[int]) -> Proposal | None:

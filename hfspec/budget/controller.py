@@ -162,7 +162,7 @@ class Controller:
             self._experience.acceptance.add(confidences, outcome.num_judged, outcome.num_accepted)
         num_committed = round_.tokens_per_row
         if self._budget.policy == "ratio":
-            self._adapt_ratio((num_committed - 1) / num_drafted)
+            self._adapt_ratio((num_committed - 1) / round_.draft.depth)
         elif self._may_pause:
             batch.rounds_on += 1
             batch.tokens.add(num_committed)

@@ -9,7 +9,7 @@ from hfspec.metrics import Metrics, Stats, ratio
 
 
 def parts(stats: Stats) -> Iterator[RenderableType]:
-    """The table, then a line for each reason why something ran plain, or rows were kept in step."""
+    """The table, then a line for each reason why something ran plain, rows were kept in step, or trees were cut."""
     table = Table(title="hfspec", title_justify="left")
     table.add_column("")
     table.add_column("last call", justify="right")
@@ -25,6 +25,8 @@ def parts(stats: Stats) -> Iterator[RenderableType]:
         yield f"plain rounds {times}×: {reason}"
     for reason, times in stats.total.lockstep_reasons.items():
         yield f"rows kept in step {times}×: {reason}"
+    for reason, times in stats.total.chain_reasons.items():
+        yield f"trees cut to chains {times}×: {reason}"
 
 
 def as_text(stats: Stats) -> str:

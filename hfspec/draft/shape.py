@@ -1,6 +1,7 @@
 """Drafts of single rows: whether they are what they should be, and made into one of all rows. Knows no source."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def _check_probs(probs: torch.Tensor, wanted: tuple[int, int, int]) -> None:
 def joined(drafts: Sequence[Draft]) -> Draft:
     """The rows' drafts `[1, n]` as one `[rows, most]`, those that are shorter filled up with nodes that are none."""
     if len(drafts) == 1:
-        return drafts[0]
+        return replace(drafts[0], depth=_depth(drafts[0]))
     most = max(draft.num_tokens for draft in drafts)
 
     def filled(values: Sequence[Any], value: float, like: Any) -> torch.Tensor | None:
@@ -78,7 +79,18 @@ def joined(drafts: Sequence[Draft]) -> Draft:
     lengths = tuple(draft.num_tokens for draft in drafts)
     if token_ids is None:
         raise DraftError("no row has a draft")
-    return Draft(token_ids, parents, probs, confidences, lengths)
+    depth = max(map(_depth, drafts))
+    return Draft(token_ids, parents, probs, confidences, lengths, depth)
+
+
+def _depth(draft: Draft) -> int:
+    """The most nodes on a path."""
+    if draft.parents is None:
+        return draft.num_tokens
+    depths = [0]
+    for parent in draft.parents[0].tolist():
+        depths.append(1 + depths[parent + 1])
+    return max(depths)
 
 
 def _chain_of(draft: Draft) -> torch.Tensor:

@@ -262,6 +262,12 @@ def _origin(function: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def attention_of(model: PreTrainedModel) -> str | None:
+    """The name of the kernel that the model's text layers attend with."""
+    name: str | None = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    return name
+
+
 def takes_position_ids(model: PreTrainedModel) -> bool:
     """Whether the model's forward takes position ids."""
     return "position_ids" in inspect.signature(model.forward).parameters

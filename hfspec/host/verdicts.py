@@ -149,6 +149,9 @@ def apart_problem(prepared: Prepared, cache: Any) -> str | None:
     """
     if not prepared.uses_cache or prepared.keeps_own_state:
         return "there is no cache of keys and values"
+    problem = ragged_problem(prepared.model, cache)
+    if problem is not None:
+        return problem
     if any(_is_unknown(name, value) for name, value in prepared.model_kwargs.items()):
         return "the model is handed more than what is known to have a row for each text"
     if prepared.has_media or prepared.model_kwargs.get("inputs_embeds") is not None:
@@ -159,7 +162,7 @@ def apart_problem(prepared: Prepared, cache: Any) -> str | None:
     position_ids = prepared.model_kwargs.get("position_ids")
     if position_ids is not None and (position_ids.dim() != 2 or not releases.ADVANCES_POSITIONS):
         return "positions are of a kind of their own"
-    return ragged_problem(prepared.model, cache)
+    return None
 
 
 def tree_problem(model: PreTrainedModel, cache: Cache) -> str | None:
@@ -169,7 +172,7 @@ def tree_problem(model: PreTrainedModel, cache: Cache) -> str | None:
         cache: one that `ragged_problem` has nothing against.
     """
     config = model.config.get_text_config(decoder=True)
-    attention = getattr(config, "_attn_implementation", None)
+    attention = architectures.attention_of(model)
     if attention not in _MASKED_ATTENTION:
         return f"attention of the kind {attention!r} takes no mask for each token"
     if not architectures.takes_position_ids(model):

@@ -5,6 +5,7 @@ Inputs are made here, without the host: ids, positions and mask say all that a d
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,10 +68,10 @@ class RaggedTarget(Target):
         rows.checkpoint()
         self._marks.append(rows.mark())
         self._lengths = [1 + length for length in draft.lengths]
-        has_gaps = min(self._lengths) <= draft.num_tokens
-        token_ids = draft.token_ids.clamp(min=0) if has_gaps else draft.token_ids
+        has_gaps, is_tree = min(self._lengths) <= draft.num_tokens, draft.parents is not None
+        token_ids = draft.token_ids.clamp(min=0) if has_gaps or is_tree else draft.token_ids
         input_ids = torch.cat([texts.last([1] * draft.num_rows), token_ids], dim=1)
-        if draft.parents is not None:
+        if is_tree:
             return self._read_tree(input_ids, draft)
         return self._read(input_ids, (draft.token_ids >= 0).sum(dim=1) + 1 if has_gaps else None)
 
@@ -126,9 +127,10 @@ class RaggedTarget(Target):
         width, num_before = input_ids.shape[1], self._the_rows().num_slots
         self._lengths, self._counts = [width] * len(input_ids), None
         seen, position_ids = self._the_rows().open_tree(draft)
-        masks: dict[str, Any] = {kind: self._additive(each) for kind, each in seen.items()}
+        masks: dict[str, Any] = {kind: self._as_taken(each) for kind, each in seen.items()}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        return self._forward(self._inputs(input_ids, mask, position_ids, num_before), width, width)
+        verified = self._forward(self._inputs(input_ids, mask, position_ids, num_before), width, width)
+        return replace(verified, tree=draft.tree)
 
     def _reading(self, num_read: int) -> AbstractContextManager[None]:
         return nullcontext()  # who goes on after a forward that has failed rewinds
@@ -149,8 +151,14 @@ class RaggedTarget(Target):
             inputs["position_ids"] = position_ids
         return inputs
 
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        """A mask to be added to scores; one of booleans is taken for numbers by eager attention."""
+    def _as_taken(self, seen: torch.Tensor) -> torch.Tensor:
+        """A mask as the host makes it for this kind of attention: eager adds it to scores, sdpa takes booleans.
+
+        Adding is safe in whatever dtype a layer, or autocast, makes its scores: softmax is float32. Sdpa would want
+        a mask of that very dtype.
+        """
+        if architectures.attention_of(self.model) == "sdpa":
+            return seen
         dtype = self.model.dtype
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 

@@ -136,10 +136,10 @@ class Specimen:
         for dtype in (torch.float64, torch.float32):
             for model in (self.model, *self.drafts.values()):
                 model.to(dtype)
-                _set_attention(model, mode.attn)
+                set_attention(model, mode.attn)
             try:
                 call = self._call(mode, dtype)
-                plain = _run(self.model, call, wants_logits=True)
+                plain = run(self.model, call, wants_logits=True)
                 if plain.is_finite:
                     break
                 failure = "its numbers are not finite"
@@ -152,7 +152,7 @@ class Specimen:
     def _compare(self, mode: Mode, call: dict[str, Any], plain: Result) -> str:
         try:
             with hfspec.patched(self.model, self._draft(mode, plain), draft_budget=3):
-                fast = _run(self.model, call, wants_logits=mode.is_looked_into)
+                fast = run(self.model, call, wants_logits=mode.is_looked_into)
                 last = hfspec.stats(self.model).last
         except Exception as error:
             return f"{WRONG}: raises {_said(error)}"
@@ -187,7 +187,7 @@ class Specimen:
         call |= {"max_new_tokens": _NUM_NEW, "do_sample": mode.is_sampled}
         if mode.batch > 1 and self.species.model_type not in ROWS_PER_TEXT:
             if mode.is_sampled not in self._eos:
-                self._eos[mode.is_sampled] = _some_ends(_run(self.model, call).tokens)
+                self._eos[mode.is_sampled] = _some_ends(run(self.model, call).tokens)
             call["eos_token_id"] = self._eos[mode.is_sampled]
         return call
 
@@ -209,12 +209,12 @@ class Specimen:
 
     def _variety(self, model: Any, batch: int) -> float:
         call = inputs(self.species, batch, torch.float32) | self.species.override(CALLS, {})
-        result = _run(model, call | {"max_new_tokens": _NUM_NEW, "do_sample": False})
+        result = run(model, call | {"max_new_tokens": _NUM_NEW, "do_sample": False})
         counts = [len(set(map(str, row[-_NUM_NEW:].tolist()))) for row in result.tokens]
         return min(min(counts) / _LEAST_DISTINCT, sum(counts) / len(counts) / _MEAN_DISTINCT)
 
 
-def _run(model: Any, call: dict[str, Any], wants_logits: bool = False) -> Result:
+def run(model: Any, call: dict[str, Any], wants_logits: bool = False) -> Result:
     settings = copy.deepcopy(model.generation_config)  # some classes write a call's keywords into it
     try:
         return _result(model, call, wants_logits)
@@ -257,7 +257,7 @@ def _some_ends(tokens: torch.Tensor) -> list[int]:
     return ends
 
 
-def _set_attention(model: Any, attn: str) -> None:
+def set_attention(model: Any, attn: str) -> None:
     """Where an architecture, or a part of it, has but one kind of attention, that one stays."""
     try:
         model.set_attn_implementation(attn)
