@@ -12,7 +12,7 @@ import torch
 from hfspec.draft.base import BatchSession, Context, DraftSource
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcome, RoundBudget
-from hfspec.sampling.generator import unmoved
+from hfspec.sampling.devices import unmoved
 
 
 class Guard:

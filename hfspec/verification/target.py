@@ -20,7 +20,7 @@ from hfspec.host.prepared import Prepared
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.host.verdicts import counts_slots
 from hfspec.rounds import Verified
-from hfspec.sampling.generator import generator_state
+from hfspec.sampling.devices import generator_state
 
 
 class Target:
