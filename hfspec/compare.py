@@ -20,7 +20,7 @@ from hfspec.host import releases
 from hfspec.host.trial import arithmetic, difference, rounding
 from hfspec.lookalike import call_options
 from hfspec.patch import is_patched, options_of
-from hfspec.sampling.generator import unmoved
+from hfspec.sampling.devices import unmoved
 from hfspec.sampling.noise import BatchNoise
 
 #: Arguments that a run may change.

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from hfspec.draft.base import CallView, DraftSource, Session
 from hfspec.errors import DraftError
 from hfspec.rounds import Draft, Outcomes, RoundBudget
-from hfspec.sampling.generator import unmoved
+from hfspec.sampling.devices import unmoved
 from hfspec.texts import Texts
 
 

@@ -6,13 +6,12 @@ come: a draft source may look at it, and propose what the target is likely to pi
 (Daliri et al. 2024, arXiv 2408.07978).
 """
 
-import os
 import threading
 from collections.abc import Sequence
 
 import torch
 
-from hfspec.sampling.generator import generator_state, set_generator_state
+from hfspec.sampling.devices import generator_state, set_generator_state, spare_bytes
 
 #: Bytes of noise that a call may keep on any machine: 436 rows of a vocabulary of 150,000.
 _LEAST_BYTES = 256 << 20
@@ -20,17 +19,6 @@ _LEAST_BYTES = 256 << 20
 _PART_OF_SPARE = 8
 #: Between two calls that draw from one generator, in several threads.
 _lock = threading.Lock()
-
-
-def _spare_bytes(device: torch.device) -> int:
-    """Memory that nobody uses: of a device what is free, of the host half of all it has."""
-    if device.type != "cpu":
-        info = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return 0 if info is None else int(info(device)[0])
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError, OSError):  # not every system counts so
-        return 0
 
 
 class BatchNoise:
@@ -135,8 +123,7 @@ class BatchNoise:
             if is_unseen and is_whole:
                 self._forget_ahead()
                 drawn = torch.multinomial(probs, num_samples=1).squeeze(1)
-                self._num_made += 1
-                self._num_seen = self._num_made
+                self._num_made = self._num_seen = furthest + 1
             else:
                 # The sum is finite unless a probability is nan or inf; then vanilla's own error is wanted.
                 if not bool(probs.sum().isfinite()):
@@ -208,8 +195,7 @@ class BatchNoise:
     def _draw(self, number: int) -> torch.Tensor:
         """Draw the noise `[num_rows, vocab]` of a number whose state is known, and learn the state after it."""
         vocab_size, dtype, device = self._kind
-        if self._private is None:
-            self._private = torch.Generator(device)
+        self._private = self._private or torch.Generator(device)
         self._private.set_state(self._states[number])
         noise = torch.empty(self._num_rows, vocab_size, dtype=dtype, device=device)
         noise.exponential_(1, generator=self._private)
@@ -238,7 +224,7 @@ class BatchNoise:
         if self._num_kept * row_bytes <= _LEAST_BYTES:
             return
         if self._most_bytes is None:
-            self._most_bytes = max(_LEAST_BYTES, _spare_bytes(self._device) // _PART_OF_SPARE)
+            self._most_bytes = max(_LEAST_BYTES, spare_bytes(self._device) // _PART_OF_SPARE)
         most = max(2 * self._num_rows, self._most_bytes // max(1, row_bytes))
         while self._num_kept > most:
             last = {row: next(reversed(kept)) for row, kept in enumerate(self._kept) if kept}

@@ -17,7 +17,7 @@ from hfspec.budget.timing import measured
 from hfspec.host.trial import Fingerprint, Trial, arithmetic, difference, rounding
 from hfspec.metrics import Metrics, Proof
 from hfspec.rounds import Draft, Verified
-from hfspec.sampling.generator import unmoved
+from hfspec.sampling.devices import unmoved
 from hfspec.texts import Texts
 from hfspec.verification.target import Target, TooFewLogitsError
 

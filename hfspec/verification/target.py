@@ -18,7 +18,7 @@ from hfspec.host.modules import modules_where
 from hfspec.host.prepared import Prepared
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.rounds import Draft, Outcomes, Verified
-from hfspec.sampling.generator import generator_state
+from hfspec.sampling.devices import generator_state
 from hfspec.texts import Texts
 
 

@@ -1,5 +1,6 @@
-"""The default generator of a device: its state, and leaving it as it was."""
+"""What is asked of a device: its default generator's state, and its memory."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,3 +41,14 @@ def unmoved(device: torch.device) -> Iterator[None]:
         for each, state in before.items():
             if not torch.equal(state, generator_state(each)):
                 set_generator_state(each, state)
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Memory that nobody uses: of a device what is free, of the host half of all it has."""
+    if device.type != "cpu":
+        info = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return 0 if info is None else int(info(device)[0])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):  # not every system counts so
+        return 0
