@@ -500,7 +500,9 @@ def test_options_on_a_generation_config_count():
         longest_draft(generation_config=GenerationConfig(draft_budget="much"))
 
 
-@pytest.mark.parametrize("call", [{}, {"speculate": False}, {"prompt_lookup_num_tokens": 2}], ids=str)
+@pytest.mark.parametrize(
+    "call", [{}, {"speculate": False}, {"assistant_model": build(seed=1)}], ids=["sped up", "plain", "assisted"]
+)
 def test_a_call_is_counted_before_its_streamer_ends(call):
     """Whoever has read the text finds the call in `stats`, with all its tokens; it is counted once."""
 
