@@ -48,6 +48,7 @@ class Context:
         prompt_mask: `[1, prompt_length]`, 0 where the prompt holds what is no text (padding, places of images);
             `None` if nowhere.
         row: which row of the batch this is.
+        max_read: the most ids that the call wants read in one forward, where it limits that; `None` for any number.
         inputs: what else the row was given, as `generate()` keywords: an encoder's input, images; a batch of one.
         token_types: `[1, prompt_length]`, what kind of token each id of the prompt is, where the call says so.
         encoder_outputs: of an encoder-decoder target, for this row.
@@ -61,6 +62,7 @@ class Context:
     noise: Peek = field(default_factory=lambda: BatchNoise(1).share())
     prompt_mask: torch.Tensor | None = None
     row: int = 0
+    max_read: int | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
     token_types: torch.Tensor | None = None
     encoder_outputs: ModelOutput | None = None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from torch.nn.functional import pad
 
 from hfspec.draft.base import Context
 from hfspec.host import forwards
@@ -37,6 +38,7 @@ def contexts_of(
             noise=noise.share([row]),
             prompt_mask=prepared.text_mask(row),
             row=row,
+            max_read=prepared.generation_config.prefill_chunk_size,
             inputs=inputs_of(prepared, encoder_inputs, row),
             token_types=_token_types(prepared, row),
             encoder_outputs=None if outputs is None else forwards.row_of_outputs(outputs, row),
@@ -62,19 +64,44 @@ def _of_the_encoder(prepared: Prepared, given: Mapping[str, Any], row: int) -> d
 
 
 def _in_the_text(prepared: Prepared, given: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The images and sounds of the call, and the mask of its prompt, if it is one prompt, read from its beginning.
-
-    Nothing in `generate()` says which of a batch's images belong to which row.
-    """
+    """The images and sounds in a row's prompt, and the mask of its prompt, if that is read from its beginning."""
     if not given or prepared.model_kwargs.get("inputs_embeds") is not None:
         return {}
-    num_prompts = prepared.num_rows // (prepared.generation_config.num_return_sequences or 1)
+    num_sequences = prepared.generation_config.num_return_sequences or 1
     # Not `is_empty`: a static cache of an earlier call, made empty again, is as good as new.
     has_read = prepared.cache is not None and int(prepared.cache.get_seq_length()) > 0
-    if num_prompts > 1 or has_read:
+    if has_read:
         return {}
-    mask = prepared.padding_mask(row)
-    return dict(given) if mask is None else {**given, "attention_mask": mask}
+    prompts, mask = prepared.input_ids[::num_sequences], prepared.padding_mask(row)
+    mine = dict(given) if len(prompts) == 1 else _of_prompt(prepared, given, prompts, row // num_sequences)
+    return mine if mask is None or not mine else {**mine, "attention_mask": mask}
+
+
+def _of_prompt(prepared: Prepared, given: Mapping[str, Any], prompts: torch.Tensor, index: int) -> dict[str, Any]:
+    """Of a batch's images those of one of its `prompts` `[prompts, length]`; nothing where that cannot be told.
+
+    Nothing in `generate()` says which image belongs to which prompt, but each has a run of places in the ids.
+    """
+    media_ids = torch.tensor(prepared.media_token_ids, device=prompts.device)
+    is_media = torch.isin(prompts, media_ids)
+    num_images = (is_media & ~pad(is_media, (1, -1))).sum(dim=1).tolist()
+    first, last = sum(num_images[:index]), sum(num_images[: index + 1])
+    # Where images come as patches end to end, their grids say how many each has.
+    grids = next((value for name, value in given.items() if name.endswith("grid_thw")), None)
+    patches = [] if grids is None else grids.prod(dim=-1).tolist()
+    mine = {}
+    for name, value in given.items():
+        if value.shape[:2] == prompts.shape:
+            mine[name] = value[index : index + 1]
+        elif len(value) == sum(num_images):
+            mine[name] = value[first:last]
+        elif len(value) == len(prompts):
+            mine[name] = value[index : index + 1]
+        elif patches and len(value) == sum(patches):
+            mine[name] = value[sum(patches[:first]) : sum(patches[:last])]
+        else:
+            return {}
+    return mine
 
 
 def _row_of(value: Any, row: int, num_rows: int) -> Any:

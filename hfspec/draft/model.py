@@ -60,7 +60,8 @@ class ModelDraft(DraftSource):
     def start_batch(self, call: CallView) -> Session:
         """Begin rows that share forwards, or each with a cache of its own where they cannot."""
         if len(call.contexts) > 1 and (
-            self.sees(call.contexts[0]) or ragged_problem(self.model, self.empty_cache(call.contexts[0])) is not None
+            any(map(self.sees, call.contexts))
+            or ragged_problem(self.model, self.empty_cache(call.contexts[0])) is not None
         ):
             return super().start_batch(call)
         return ModelSession(self, call)
@@ -179,6 +180,12 @@ class ModelSession(Session):
             before = [each[:, :-1] for each in unread]
             self._read(_filled(before, width - 1, False), [each - 1 for each in num_unread], wants_logits=False)
             return self._read(torch.cat([each[:, -1:] for each in unread]), [1] * len(unread))
+        most = self._contexts[0].max_read
+        if most is not None and min(num_unread) == width and not self._sees:
+            while width > most:
+                self._read(_filled([each[:, :most] for each in unread], most, True), [most] * len(unread))
+                unread, width = [each[:, most:] for each in unread], width - most
+            num_unread = [width] * len(unread)
         # A prompt stands at the right end; what follows it, at the left, so that no gap parts it from the prompt.
         return self._read(_filled(unread, width, is_first), num_unread)
 

@@ -152,10 +152,10 @@ def apart_problem(prepared: Prepared, cache: Any) -> str | None:
     problem = ragged_problem(prepared.model, cache)
     if problem is not None:
         return problem
-    if any(_is_unknown(name, value) for name, value in prepared.model_kwargs.items()):
-        return "the model is handed more than what is known to have a row for each text"
     if prepared.has_media or prepared.model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is more than text"
+    if any(_is_unknown(name, value) for name, value in prepared.model_kwargs.items()):
+        return "the model is handed more than what is known to have a row for each text"
     mask = prepared.model_kwargs.get("attention_mask")
     if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=-1) < 0).any())):
         return "prompts are padded elsewhere than at the left, which vanilla's windows take into account"

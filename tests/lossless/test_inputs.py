@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hfspec
 from hfspec.host import architectures, forwards, releases
-from tests.models import PAD, RECURRENT, FunctionSource, both, build, noisy, prompt, prompts, shared
+from tests.models import PAD, RECURRENT, FunctionSource, OnForward, both, build, noisy, prompt, prompts, shared
 from tests.multimodal.tiny import IMAGE, pictures, seeing, sounds, whisper
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
@@ -212,6 +212,18 @@ def test_token_types_reach_the_draft():
             model = model.float()
         pair = both(model, copy.deepcopy(model), None, model_call, draft_budget=3).assert_same().assert_drafted()
         assert pair.stats.last.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_the_draft_reads_a_prompt_in_the_calls_chunks(chunk):
+    """No forward of the draft is wider than the call wants it, but for its last token and a round's."""
+    model, draft, widths = build(attn="sdpa"), build(attn="sdpa"), []
+    OnForward(draft, lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]))
+    both(
+        model, draft, prompt(30), GREEDY | {"prefill_chunk_size": chunk}, draft_budget=3
+    ).assert_same().assert_drafted()
+    assert max(widths) <= max(chunk, 2) or chunk > 30
+    assert sum(widths) >= 30
 
 
 def test_all_of_an_encoders_inputs_reach_the_drafts_encoder():

@@ -150,6 +150,17 @@ def test_two_pictures_in_one_prompt(arch):
     assert pair.stats.last.acceptance_rate == 1.0
 
 
+@pytest.mark.parametrize("num_pictures", [1, 2])
+@pytest.mark.parametrize("arch", SEEING)
+def test_each_prompts_pictures_reach_its_draft(arch, num_pictures):
+    """A batch, in which a draft that is the target's copy is right in every token."""
+    model = seeing(arch)
+    call = pictures(arch, 3, 3, num_pictures=num_pictures) | NEW
+    pair = both(model, copy.deepcopy(model), None, call, draft_budget=3).assert_same().assert_drafted()
+    assert pair.stats.last.acceptance_rate == 1.0
+    assert list(pair.stats.last.lockstep_reasons) == ["the prompt is more than text"]
+
+
 def test_a_video():
     """The same for the other kind of input that has a grid."""
     model = seeing("qwen2_vl")
