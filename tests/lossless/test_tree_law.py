@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from hfspec import Draft
+import hfspec
+from hfspec import Context, Draft, DraftSession, DraftSource, RoundBudget
 from hfspec.accept import rules
 from hfspec.accept.rules import Proposal, Rejection
+from hfspec.accept.vectorised import Vectorised
+from tests.models import build, prompt
 
 #: float32 sums of a few terms, over thousands of drafts.
 EXACT = 2e-5
@@ -233,7 +236,7 @@ def law_of_two(
 
 @pytest.mark.parametrize("kind", ["drawn", "chosen"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("vocab", "seed"), [(3, 0), (4, 40)])
+@pytest.mark.parametrize(("vocab", "seed"), [(3, 0), pytest.param(4, 40, marks=pytest.mark.slow)])
 def test_two_tokens_behind_a_tree_have_the_targets_law(chance, vocab, seed, shape, kind):
     """Over all drafts, coins and draws, the joint law of two tokens is exactly the target's."""
     target, draft = laws_of(vocab, seed), laws_of(vocab, seed + 500)
@@ -271,3 +274,84 @@ def test_a_rule_that_forgets_rejections_is_seen(chance):
     joint = target[0][:, None] * target[1]
     law = law_of_two(chance, SHAPES["2 children of 2"], target, draft, "drawn", ForgetsRejections())
     assert total_variation(law, joint) > 0.01
+
+
+# By frequency, through generate()
+
+
+class DrawnTrees(DraftSource):
+    """Two tokens drawn without replacement, and two behind each, from laws that are not the target's.
+
+    Args:
+        is_honest: whether each is handed over with what it was drawn from, or with the whole law.
+    """
+
+    def __init__(self, is_honest: bool, vocab: int) -> None:
+        self.is_honest = is_honest
+        self.laws = laws_of(vocab, 700)
+
+    def start(self, context: Context) -> DraftSession:
+        return _DrawnSession(self)
+
+
+class _DrawnSession(DraftSession):
+    def __init__(self, source: DrawnTrees) -> None:
+        self._source = source
+
+    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
+        if budget.num_tokens < 6:  # the text is about to end
+            return Draft.empty(1, input_ids.device)
+        first, second = self._source.laws
+        tokens, rows = self._two(first)
+        for token in tuple(tokens):
+            behind, theirs = self._two(second[token])
+            tokens += behind
+            rows += theirs
+        parents = [-1, -1, 0, 0, 1, 1]
+        return Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.stack(rows)[None])
+
+    def _two(self, law: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
+        one = int(torch.multinomial(law, 1))
+        left = law.clone()
+        left[one] = 0
+        left = left / left.sum()
+        return [one, int(torch.multinomial(left, 1))], [law, left if self._source.is_honest else law]
+
+
+#: Tokens a text, and texts in all, many of them in a call.
+NUM_NEW, NUM_TEXTS, TEXTS_A_CALL = 8, 6000, 100
+#: Temperature at which all texts are likely enough to be counted.
+HEAT = 3.0
+
+
+def distance(is_honest: bool, is_walked: bool) -> float:
+    """Chi-squared of the second and third token of many texts, by how many cells it has."""
+    model = build("llama", vocab_size=4, dtype=torch.float32, pad_token_id=None, bos_token_id=None)
+    ids = prompt(5, vocab=4)
+    texts = torch.tensor(list(itertools.product(range(4), repeat=3)))
+    with torch.no_grad():
+        logits = model(torch.cat([ids.expand(64, -1), texts], dim=1)).logits[:, 4:7]
+    likely = (logits / HEAT).softmax(dim=-1).gather(2, texts[..., None])[..., 0].prod(dim=1)
+    counts = torch.zeros(64)
+    call: dict[str, Any] = {"max_new_tokens": NUM_NEW, "do_sample": True, "top_k": 0, "temperature": HEAT}
+    call |= {"num_return_sequences": TEXTS_A_CALL, "attention_mask": torch.ones_like(ids)}
+    source = DrawnTrees(is_honest, 4)
+    with pytest.MonkeyPatch.context() as patch, hfspec.patched(model, source, draft_budget=6, acceptance="rejection"):
+        if is_walked:
+            patch.setattr(Vectorised, "settle", Vectorised._by_walking)
+        for _ in range(NUM_TEXTS // TEXTS_A_CALL):
+            texts = model.generate(ids, **call)[:, 5:8]
+            counts += torch.bincount(texts @ torch.tensor([16, 4, 1]), minlength=64)
+        assert hfspec.stats(model).total.accepted_tokens > 0
+        assert not hfspec.stats(model).total.chain_reasons
+    expected = likely * counts.sum()
+    is_counted = expected > 5
+    return float(((counts - expected) ** 2 / expected)[is_counted].sum()) / int(is_counted.sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_walked", [False, True], ids=["vectorised", "walk"])
+def test_texts_are_as_frequent_as_vanillas(is_walked):
+    """Chi-squared a cell is about 1 for vanilla's law, and far above for trees that hand over wrong laws."""
+    assert distance(True, is_walked) < 1.8
+    assert distance(False, is_walked) > 3
