@@ -215,8 +215,9 @@ def test_a_streamer_hears_token_by_token():
     assert source.has_branched
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "seeded"])
-def test_a_processor_with_a_state_walks_along_trees(do_sample):
+def test_a_processor_with_a_state_walks_along_trees(do_sample, seed):
     """A user's processor is called once a committed token, in order, by the walk."""
     made: list[CountingProcessor] = []
 
@@ -225,7 +226,7 @@ def test_a_processor_with_a_state_walks_along_trees(do_sample):
         return call_of(1) | {"logits_processor": [made[-1]]} | (SAMPLED if do_sample else {})
 
     options = {"acceptance": "seeded"} if do_sample else {}
-    pair, source = with_trees(model_for("gpt2", "sdpa", 1), call, has_duplicates=True, **options)
+    pair, source = with_trees(model_for("gpt2", "sdpa", 1), call, has_duplicates=True, seed=seed, **options)
     pair.assert_same().assert_drafted()
     source.assert_forced()
     assert made[-1].num_calls == NEW["max_new_tokens"]
