@@ -47,7 +47,7 @@ def find_drafting(
 
     Raises:
         PatchError: `draft` is nothing that can draft.
-        DraftError: the draft model has no weights, or can never draft for this target and the user wants errors.
+        DraftError: the draft model has no weights.
         IncompatibleDraftError: other tokenizer, where the user wants errors.
     """
     if isinstance(draft, DraftSource):
@@ -65,8 +65,6 @@ def find_drafting(
         )
     problem = draft_problem(draft.config, model.config)
     if problem is not None:
-        if options.on_unsupported == "raise":
-            raise DraftError(f"This draft cannot draft for this target: {problem}.")
         return Drafting(ModelDraft(draft), f"the draft model cannot draft: {problem}")
     problem = pairing_problem(
         model.config,

@@ -122,14 +122,16 @@ def contexts_of_call(arch, call):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_what_a_source_is_told(arch):
-    """The media of one prompt, whole; of several prompts none, as nothing says whose they are. Places are no text."""
+    """The media of one prompt, whole; of several prompts each its own. Places are no text."""
     inputs = pictures(arch, 4)
     (context,) = contexts_of_call(arch, inputs | NEW)
     assert set(context.inputs) == set(inputs) - {"input_ids", "attention_mask"}
     assert all(context.inputs[name] is inputs[name] for name in context.inputs)
     assert torch.equal(context.prompt_mask, inputs["input_ids"] != IMAGE)
-    for context in contexts_of_call(arch, pictures(arch, 4, 9) | NEW):
-        assert not context.inputs
+    inputs = pictures(arch, 4, 9)
+    contexts = contexts_of_call(arch, inputs | NEW)
+    for name in set(inputs) - {"input_ids", "attention_mask"}:
+        assert torch.equal(torch.cat([context.inputs[name] for context in contexts]), inputs[name])
     (context,) = contexts_of_call(arch, text_only(5) | NEW)
     assert not context.inputs
     assert context.prompt_mask is None
