@@ -259,7 +259,8 @@ class ModelSession(Session):
     def _check_ids(self, texts: Texts, num_unread: Sequence[int]) -> None:
         vocab_size = self._source.vocab_size
         if vocab_size < self._contexts[0].vocab_size:
-            news = [texts.of(row)[0, -count:] for row, count in enumerate(num_unread)]
+            visible = enumerate(zip(self._visible, num_unread, strict=True))
+            news = [each.of(texts.of(row))[0, -count:] for row, (each, count) in visible]
             if bool((torch.cat(news) >= vocab_size).any()):
                 raise DraftError(
                     f"the text holds a token id that the draft model (vocabulary of {vocab_size}) does not have"
