@@ -49,9 +49,14 @@ class Enumerated:
         coins = (torch.arange(NUM_COINS) + 0.5) / NUM_COINS
         for self.coin in coins.tolist() if proposal is not None else [0.5]:
             self.drawn_from = None
-            chosen = rule.choose(target.log()[None], proposal and [proposal])
+            chosen = rule.choose(target.log()[None], proposal and [proposal], [0])
             law += torch.eye(len(target))[int(chosen)] if self.drawn_from is None else self.drawn_from
         return law / law.sum()
+
+
+def proposal(token: int, law: torch.Tensor | None = None) -> Proposal:
+    """One token at a position, drawn from `law` `[vocab]`, or chosen."""
+    return Proposal([token], None if law is None else law[None])
 
 
 def total_variation(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -66,9 +71,9 @@ def enumerated(monkeypatch):
 class SoftmaxOfAChosenToken(Rejection):
     """Wrong: scores a chosen token with the draft's own softmax, as if it had been drawn from it."""
 
-    def choose(self, scores, proposals):
-        law = torch.tensor([0.3, 0.4, 0.1, 0.2])
-        return super().choose(scores, [Proposal(each.token_id, law) for each in proposals])
+    def choose(self, scores, proposals, rows):
+        law = torch.tensor([[0.3, 0.4, 0.1, 0.2]])
+        return super().choose(scores, [Proposal(each.token_ids, law) for each in proposals], rows)
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -76,7 +81,7 @@ def test_a_drawn_draft_leaves_the_targets_law(enumerated, name):
     """Cases 5, 6: over all draft tokens, coins and draws, the chosen token has exactly the target's law."""
     target, draft = map(torch.tensor, LAWS[name])
     law = sum(
-        draft[token] * enumerated.law_of(Rejection(), target, Proposal(token, draft))
+        draft[token] * enumerated.law_of(Rejection(), target, proposal(token, draft))
         for token in range(4)
         if draft[token] > 0
     )
@@ -89,7 +94,7 @@ def test_a_law_may_be_as_coarse_as_half_precision(enumerated, name):
     target, draft = map(torch.tensor, LAWS[name])
     rounded = draft * 1.0009  # as far from 1 as a source's law may be
     laws = [
-        [enumerated.law_of(Rejection(), target, Proposal(token, law)) for token in range(4) if draft[token] > 0]
+        [enumerated.law_of(Rejection(), target, proposal(token, law)) for token in range(4) if draft[token] > 0]
         for law in (draft, rounded)
     ]
     assert all(total_variation(*pair) < 1e-5 for pair in zip(*laws, strict=True))
@@ -100,14 +105,14 @@ def test_a_law_may_be_as_coarse_as_half_precision(enumerated, name):
 def test_a_chosen_draft_leaves_the_targets_law(enumerated, name, token):
     """A token that was chosen, not drawn, counts as a law with all its weight on it."""
     target = torch.tensor(LAWS[name][0])
-    law = enumerated.law_of(Rejection(), target, Proposal(token))
+    law = enumerated.law_of(Rejection(), target, proposal(token))
     assert total_variation(law, target) < 1 / NUM_COINS
 
 
 def test_the_wrong_law_is_seen_to_be_wrong(enumerated):
     """The control: a chosen token scored with the draft's softmax leaves another law."""
     target = torch.tensor(LAWS["alike"][0])
-    law = enumerated.law_of(SoftmaxOfAChosenToken(), target, Proposal(1))
+    law = enumerated.law_of(SoftmaxOfAChosenToken(), target, proposal(1))
     assert total_variation(law, target) > 0.1
 
 
@@ -123,7 +128,7 @@ def test_a_coin_of_zero_accepts_no_impossible_token(enumerated, draft):
     enumerated.coin = 0.0
     for token in (0, 1):
         enumerated.drawn_from = None
-        Rejection().choose(torch.tensor([[-torch.inf, -torch.inf, 0.0, 0.0]]), [Proposal(token, draft)])
+        Rejection().choose(torch.tensor([[-torch.inf, -torch.inf, 0.0, 0.0]]), [proposal(token, draft)], [0])
         assert enumerated.drawn_from is not None, "it was accepted"
         assert enumerated.drawn_from[token] == 0
 
@@ -132,7 +137,7 @@ def test_equal_laws_have_no_residual_and_no_nan(enumerated):
     """Where the residual sums to 0 the target's law is drawn from, and nothing is nan."""
     target = torch.tensor([0.25, 0.25, 0.25, 0.25])
     enumerated.coin = 1.0
-    Rejection().choose(target.log()[None], [Proposal(2, target)])
+    Rejection().choose(target.log()[None], [proposal(2, target)], [0])
     assert enumerated.drawn_from is not None
     assert torch.allclose(enumerated.drawn_from, target)
 
@@ -204,7 +209,7 @@ class Lying(DraftSource):
         def propose(input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
             draft = honest(input_ids, budget)
             sharp = draft.probs**4
-            return Draft(draft.token_ids, sharp / sharp.sum(-1, keepdim=True))
+            return Draft(draft.token_ids, probs=sharp / sharp.sum(-1, keepdim=True))
 
         session.propose = propose
         return session
