@@ -28,7 +28,7 @@ from hfspec.bench.models import load_pair
 from hfspec.bench.prompts import built_in, encode
 from hfspec.budget.controller import Controller
 from hfspec.budget.experience import Experience
-from hfspec.rounds import Draft, Outcome, Round
+from hfspec.rounds import Draft, Outcome, Outcomes, Round
 from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 FIXED = (1, 2, 3, 5, 8, 16)
@@ -133,7 +133,8 @@ class Row:
         """Write what so many draft tokens bring."""
         drafted = self.text.is_drafted[self.num_written : self.num_written + num_drafted]
         num_accepted = drafted.index(False) if False in drafted else len(drafted)
-        outcome = Outcome(min(len(drafted), num_accepted + 1), num_accepted, min(num_accepted + 1, self.num_left))
+        num_committed = min(num_accepted + 1, self.num_left)
+        outcome = Outcome(min(len(drafted), num_accepted + 1), tuple(range(num_accepted)), (0,) * num_committed)
         self.num_written += outcome.num_committed
         return outcome
 
@@ -162,10 +163,8 @@ def speedup(
         num_drafted = len(confidences)
         is_reading = num_drafted > 0 and not has_read
         has_read |= is_reading
-        drafts = [
-            Draft(torch.zeros(1, num_drafted, dtype=torch.long), None, each, caught_up=PROMPT * is_reading)
-            for each in (zip(*confidences, strict=True) if confidences else [()] * len(at_work))
-        ]
+        ids = torch.zeros(len(at_work), num_drafted, dtype=torch.long)
+        draft = Draft(ids, confidences=torch.tensor(confidences).T if confidences else None)
         outcomes = [row.verdict(num_drafted) for row in at_work]
         draft_seconds = prices.drafting(num_drafted, len(at_work)) + prices.reading * len(texts) * is_reading
         verify_seconds = prices.verify(len(at_work) * (1 + num_drafted))
@@ -173,7 +172,19 @@ def speedup(
         if machine is not None:
             draft_seconds, verify_seconds = draft_seconds * machine.slowness(), verify_seconds * machine.slowness()
         seconds = draft_seconds + verify_seconds + OVERHEAD
-        controller.observe(Round(drafts, outcomes, False, 1 + num_drafted, draft_seconds, verify_seconds, seconds))
+        controller.observe(
+            Round(
+                draft,
+                Outcomes(tuple(outcomes)),
+                1 + num_drafted,
+                draft_seconds,
+                verify_seconds,
+                seconds,
+                at_work=range(len(at_work)),
+                caught_up=PROMPT * is_reading,
+                num_drafted=num_drafted,
+            )
+        )
     return (longest - 1) * (prices.verify(len(texts)) + OVERHEAD) / total
 
 

@@ -8,17 +8,11 @@ import pytest
 import torch
 
 import hfspec
-from hfspec import Draft, Metrics, Outcome, Stats
-from hfspec.rounds import Round
+from hfspec import Draft, Metrics, Stats
 from tests.models import RECURRENT, OnForward, Scripted, noisy, plain_text, prompt, rows, shared
+from tests.rounds import finished, outcome
 
 NEW = {"max_new_tokens": 24}
-
-
-def finished(drafts, outcomes, draft_seconds, verify_seconds, is_lockstep=False) -> Round:
-    """A round; a single draft and outcome stand for those of one row."""
-    num_read = 1 + max(draft.num_tokens for draft in drafts)
-    return Round(drafts, outcomes, is_lockstep, num_read, draft_seconds, verify_seconds, draft_seconds + verify_seconds)
 
 
 def counted() -> Metrics:
@@ -26,9 +20,9 @@ def counted() -> Metrics:
     metrics = Metrics(
         calls=1, speculative_calls=1, prefills=1, prefill_seconds=0.5, ttft_seconds=0.6, new_tokens=9, steps=8
     )
-    metrics.count_round(finished([Draft(rows(1, 2, 3, 4), caught_up=3)], [Outcome(3, 2, 3)], 0.4, 1.0))
-    metrics.count_round(finished([Draft(rows(1, 2, 3))], [Outcome(3, 3, 4)], 0.2, 1.2))
-    metrics.count_round(finished([Draft(rows())], [Outcome(0, 0, 1)], 0.0, 0.9))
+    metrics.count_round(finished([Draft(rows(1, 2, 3, 4))], [outcome(3, 2, 3)], 0.4, 1.0, caught_up=3))
+    metrics.count_round(finished([Draft(rows(1, 2, 3))], [outcome(3, 3, 4)], 0.2, 1.2))
+    metrics.count_round(finished([Draft(rows())], [outcome(0, 0, 1)], 0.0, 0.9))
     metrics.total_seconds = 4.6
     return metrics
 
@@ -73,7 +67,7 @@ def test_adding_adds_counts_not_rates():
     """Totals are sums; their rates are those of the sums."""
     total = counted()
     other = Metrics(calls=1)
-    other.count_round(finished([Draft(rows(1))], [Outcome(1, 0, 1)], 0.1, 1.0))
+    other.count_round(finished([Draft(rows(1))], [outcome(1, 0, 1)], 0.1, 1.0))
     other.fallback_reasons["why"] += 2
     total.add(other)
     assert (total.calls, total.drafted_tokens, total.accepted_tokens) == (2, 8, 5)

@@ -9,14 +9,9 @@ import pytest
 from hfspec import DraftBudget
 from hfspec.budget.controller import Controller
 from hfspec.budget.experience import Experience
-from hfspec.rounds import Draft, Outcome, Round
+from hfspec.rounds import Draft
 from tests.models import rows
-
-
-def finished(drafts, outcomes, draft_seconds, verify_seconds, seconds, is_lockstep=False):
-    """A round of rows that had one committed token to read each."""
-    num_read = 1 + max(draft.num_tokens for draft in drafts)
-    return Round(drafts, outcomes, is_lockstep, num_read, draft_seconds, verify_seconds, seconds)
+from tests.rounds import finished, outcome
 
 
 class Machine:
@@ -74,10 +69,11 @@ class Machine:
             seconds = draft_seconds + verify_seconds + self.overhead
             if is_first and num_drafted:
                 draft_seconds, seconds = draft_seconds + self.reading, seconds + self.reading
-            draft = Draft(rows(*[5] * num_drafted), None, tuple(confidences), caught_up=100 if is_first else 0)
+            draft, caught_up = Draft(rows(*[5] * num_drafted), confidences=tuple(confidences)), 100 if is_first else 0
             is_first = is_first and num_drafted == 0
-            outcome = Outcome(judged, accepted, accepted + 1)
-            controller.observe(finished([draft], [outcome], draft_seconds, verify_seconds, seconds))
+            verdict = outcome(judged, accepted, accepted + 1)
+            times = (draft_seconds, verify_seconds, seconds)
+            controller.observe(finished([draft], [verdict], *times, caught_up=caught_up))
             lengths.append(num_drafted)
             self.seconds += seconds
             self.tokens += accepted + 1
@@ -329,8 +325,8 @@ class TestRatio:
             seen.append(asked)
             accepted = round(share * asked)
             draft = Draft(rows(*[5] * asked))
-            outcome = Outcome(min(asked, accepted + 1), accepted, accepted + 1)
-            controller.observe(finished([draft], [outcome], 1.0, 1.0, 2.0))
+            verdict = outcome(min(asked, accepted + 1), accepted, accepted + 1)
+            controller.observe(finished([draft], [verdict], 1.0, 1.0, 2.0))
         return seen
 
     def test_it_rises(self):
@@ -370,9 +366,9 @@ def learned(num_rows=1, acceptance=1.0):
         asked = controller.next_round([9] * num_rows).num_tokens
         accepted = round(acceptance * asked)
         draft = Draft(rows(*[5] * asked), confidences=(0.9,) * asked)
-        outcome = Outcome(min(asked, accepted + 1), accepted, accepted + 1)
+        verdict = outcome(min(asked, accepted + 1), accepted, accepted + 1)
         times = (0.01 * asked, 1.0 + 0.01 * asked)
-        controller.observe(finished([draft] * num_rows, [outcome] * num_rows, *times, sum(times)))
+        controller.observe(finished([draft] * num_rows, [verdict] * num_rows, *times, sum(times)))
     return controller, experience
 
 
@@ -397,7 +393,7 @@ def test_rows_go_on_drafting_as_long_as_those_furthest_behind_gain():
 
 def test_every_row_is_learned_from_but_rows_in_lock_step_count_once():
     """Rows of their own pace are so many verdicts; rows judged as one are one."""
-    drafts, outcomes = [Draft(rows(5, 6))] * 3, [Outcome(1, 0, 1), Outcome(2, 2, 3), Outcome(2, 2, 3)]
+    drafts, outcomes = [Draft(rows(5, 6))] * 3, [outcome(1, 0, 1), outcome(2, 2, 3), outcome(2, 2, 3)]
     for is_lockstep, count in ((False, 3), (True, 1)):
         experience = Experience()
         controller = Controller(DraftBudget(), experience, reads_confidence=False, num_rows=3)
@@ -410,7 +406,7 @@ def test_the_ratio_follows_the_mean_of_the_rows():
     """One row that accepts nothing lowers the rate of all, but does not decide it."""
     controller = Controller(DraftBudget(policy="ratio"), Experience(), reads_confidence=False, num_rows=4)
     asked = controller.next_round([9] * 4).num_tokens
-    outcomes = [Outcome(1, 0, 1)] + [Outcome(asked, asked, asked + 1)] * 3
+    outcomes = [outcome(1, 0, 1)] + [outcome(asked, asked, asked + 1)] * 3
     controller.observe(finished([Draft(rows(*[5] * asked))] * 4, outcomes, 1.0, 1.0, 2.0))
     assert controller.next_round([9] * 4).num_tokens == asked
     controller.observe(finished([Draft(rows(*[5] * asked))] * 4, [outcomes[1]] * 4, 1.0, 1.0, 2.0))
@@ -423,7 +419,7 @@ def test_a_row_without_a_draft_is_no_verdict():
     controller = Controller(DraftBudget(), experience, reads_confidence=False, num_rows=2)
     drafts = [Draft(rows(5)), Draft(rows())]
     controller.next_round([9, 9])
-    controller.observe(finished(drafts, [Outcome(1, 1, 2), Outcome(0, 0, 1)], 0.1, 1.0, 1.2))
+    controller.observe(finished(drafts, [outcome(1, 1, 2), outcome(0, 0, 1)], 0.1, 1.0, 1.2))
     assert experience.acceptance.by_depth[1].count == 1
     assert experience.with_rows(2).tokens.value == pytest.approx(1.5)
 
@@ -435,7 +431,7 @@ def test_a_pause_is_for_the_number_of_rows_that_earned_it():
     def a_round(num_rows):
         asked = controller.next_round([9] * num_rows).num_tokens
         accepted = min(asked, 1)
-        outcomes = [Outcome(min(asked, 2), accepted, accepted + 1)] * num_rows
+        outcomes = [outcome(min(asked, 2), accepted, accepted + 1)] * num_rows
         draft_seconds, verify_seconds = 0.05 * asked, 1 + (0.01 if num_rows == 1 else 1.5) * asked
         drafts = [Draft(rows(*[5] * asked))] * num_rows
         controller.observe(finished(drafts, outcomes, draft_seconds, verify_seconds, draft_seconds + verify_seconds))
@@ -454,7 +450,7 @@ def test_a_batch_that_waits_for_its_last_row_is_no_gain(committed, goes_on):
     lengths = [100, 100]
     for _ in range(40):
         asked = controller.next_round(lengths).num_tokens
-        outcomes = [Outcome(min(each, asked), min(each - 1, asked), min(each, asked + 1)) for each in committed]
+        outcomes = [outcome(min(each, asked), min(each - 1, asked), min(each, asked + 1)) for each in committed]
         drafts = [Draft(rows(*[5] * asked))] * 2
         controller.observe(finished(drafts, outcomes, 0.1 * asked, 1 + 0.1 * asked, 1 + 0.2 * asked))
         lengths = [length + each.num_committed for length, each in zip(lengths, outcomes, strict=True)]
@@ -470,7 +466,7 @@ def test_costs_are_kept_apart_by_rows_at_work():
         for width, seconds in ((1, 1.0), (5, wide)) * 8:
             controller.next_round([9] * num_rows)
             drafts = [Draft(rows(*[5] * (width - 1)))] * num_rows
-            controller.observe(finished(drafts, [Outcome(0, 0, 1)] * num_rows, 0.1, seconds, seconds + 0.1))
+            controller.observe(finished(drafts, [outcome(0, 0, 1)] * num_rows, 0.1, seconds, seconds + 0.1))
     for num_rows, wide in ((8, 3.0), (1, 1.1), (5, 3.0)):
         forwards = experience.with_rows(num_rows).costs.forwards(5)
         assert forwards[5] == pytest.approx(wide * forwards[1], rel=0.05)
