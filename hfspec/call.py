@@ -31,7 +31,7 @@ _MAX_WARNINGS = 50
 
 @dataclass
 class _Faults:
-    """A draft source's failures in a row, and for how many more calls it is left alone (1, then 2, 4, 8, …)."""
+    """A draft source's failures in a row, and for how many more calls it is left alone (0, then 1, 2, 4, 8, …)."""
 
     reason: str
     num_failures: int = 0
@@ -72,7 +72,7 @@ class PatchState:
         return found[1]
 
     def note_fault(self, given: object, reason: str) -> None:
-        """The source failed: the next calls do without it, the more the oftener it has failed."""
+        """The source failed: from the second time on the next calls do without it, the more the oftener it has."""
         with self._lock:
             known = self._faults.get(id(given))
             if known is None or known[0]() is not given:
@@ -82,7 +82,7 @@ class PatchState:
             faults = known[1]
             faults.reason = reason
             faults.num_failures += 1
-            faults.calls_left = min(2 ** (faults.num_failures - 1), _LONGEST_PAUSE)
+            faults.calls_left = min(int(2 ** (faults.num_failures - 2)), _LONGEST_PAUSE)
 
     def note_drafts(self, given: object) -> None:
         """The source drafted through a whole call: what was before is forgotten."""

@@ -47,7 +47,8 @@ class Draft:
             below the node's own index. `None`: chains, each node following the one before.
         probs: `[rows, nodes, vocab]`, the distribution each token was really drawn from; for children of one node,
             drawn without replacement, the one that was left by those before. `None` if they were chosen, not drawn
-            (argmax, lookup), which counts as a distribution with all its weight on the token.
+            (argmax, lookup), which counts as a distribution with all its weight on the token. For a single row
+            `[nodes, vocab]` will do.
         confidences: `[rows, nodes]`, how sure the source is of each token, 0 … 1, in any scale of its own, or `None`.
             For a single row a tuple of numbers will do.
         lengths: how many nodes each row has; all of them, if not said.
@@ -63,8 +64,9 @@ class Draft:
 
     def __post_init__(self) -> None:
         if isinstance(self.confidences, list | tuple):
-            given = torch.tensor([self.confidences], dtype=torch.float32) if self.confidences else None
-            object.__setattr__(self, "confidences", given)
+            object.__setattr__(self, "confidences", _of_one_row(self.confidences))
+        if isinstance(self.probs, torch.Tensor) and self.probs.dim() == 2:
+            object.__setattr__(self, "probs", self.probs[None])
         if isinstance(self.token_ids, torch.Tensor) and self.token_ids.dim() == 2:
             num_rows, num_nodes = self.token_ids.shape
             object.__setattr__(self, "lengths", self.lengths or (num_nodes,) * num_rows)
@@ -146,6 +148,14 @@ class Draft:
     def empty(cls, num_rows: int, device: torch.device) -> "Draft":
         """A draft of no tokens: a plain round."""
         return cls(torch.empty(num_rows, 0, dtype=torch.long, device=device))
+
+
+def _of_one_row(confidences: Sequence[float]) -> Any:
+    """A row's confidences `[1, nodes]`; what are no numbers stay as they are, and are found out by who checks drafts."""
+    if not confidences:
+        return None
+    is_number = all(isinstance(each, float | int) for each in confidences)
+    return torch.tensor([confidences], dtype=torch.float32) if is_number else confidences
 
 
 def _first_path(parents: list[int]) -> list[int]:

@@ -65,12 +65,11 @@ class Walk:
         parents: list[list[int]] | None = None if draft.parents is None else draft.parents.tolist()
         if self._is_in_step:
             return Outcomes(tuple(self._walk_in_step(token_ids, draft, verified)))
-        return Outcomes(
-            tuple(
-                self._walk_row(row, token_ids[row], None if parents is None else parents[row], draft, verified)
-                for row in range(draft.num_rows)
-            )
-        )
+        outcomes = []  # no generator: a StopIteration of the user's own would end it
+        for row in range(draft.num_rows):
+            shape = None if parents is None else parents[row]
+            outcomes.append(self._walk_row(row, token_ids[row], shape, draft, verified))
+        return Outcomes(tuple(outcomes))
 
     def _groups(self) -> list[int | None]:
         """Which rows are written together: all (`None`), or each by itself."""

@@ -14,7 +14,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.utils import ModelOutput
 
-from hfspec.draft.shape import check_row, joined
+from hfspec.draft.shape import checked, joined
 from hfspec.rounds import Draft, Outcome, Outcomes, RoundBudget
 from hfspec.sampling.noise import BatchNoise
 from hfspec.texts import Texts
@@ -169,8 +169,7 @@ class RowByRow(Session):
                 continue
             # A copy: what a source does with it is its own affair.
             draft = session.propose(texts.of(row).clone(), each_budget)
-            check_row(draft, budget.num_tokens, context.vocab_size, context.device)
-            drafts.append(draft)
+            drafts.append(checked(draft, 1, budget.num_tokens, context.vocab_size, context.device))
         return joined(drafts)
 
     def read(self, texts: Texts, outcomes: Outcomes) -> None:

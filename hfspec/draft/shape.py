@@ -1,4 +1,4 @@
-"""Drafts of single rows: whether they are what they should be, and made into one of all rows. Knows no source."""
+"""Drafts that others have made: whether they are what they should be, and of single rows one. Knows no source."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,32 +11,40 @@ from hfspec.errors import DraftError
 from hfspec.rounds import Draft
 
 
-def check_row(draft: object, max_tokens: int, vocab_size: int, device: torch.device) -> None:
-    """Raise `DraftError` for anything that is not one row's draft of at most `max_tokens` tokens below `vocab_size`."""
+def checked(draft: object, num_rows: int, max_tokens: int, vocab_size: int, device: torch.device) -> Draft:
+    """The draft, if it is one of `num_rows` rows and at most `max_tokens` tokens each, below `vocab_size`.
+
+    Raises:
+        DraftError: it is not, and how.
+    """
     if not isinstance(draft, Draft) or not isinstance(draft.token_ids, torch.Tensor):
         raise DraftError(f"it proposed a {type(draft).__name__}, not an hfspec Draft of a tensor of token ids")
     ids = draft.token_ids
-    if ids.dim() != 2 or ids.shape[0] != 1 or ids.dtype != torch.long:
-        raise DraftError(f"it proposed ids of shape {list(ids.shape)} and {ids.dtype}; [1, num_tokens] int64 is needed")
+    if ids.dim() != 2 or ids.shape[0] != num_rows or ids.dtype != torch.long:
+        wanted = f"[{num_rows}, num_tokens] int64"
+        raise DraftError(f"it proposed ids of shape {list(ids.shape)} and {ids.dtype}; {wanted} is needed")
     if ids.shape[1] > max_tokens:
         raise DraftError(f"it proposed {ids.shape[1]} tokens where at most {max_tokens} were asked for")
     if ids.device != device:
         raise DraftError(f"it proposed ids on {ids.device}; the target's are on {device}")
-    if ids.numel() and not bool(((ids >= 0) & (ids < vocab_size)).all()):
+    is_node = ids >= 0
+    is_last = num_rows > 1 and not bool((is_node[:, 1:] & ~is_node[:, :-1]).any())  # -1 is for rows with fewer
+    if ids.numel() and not bool((((ids == -1) & is_last) | (is_node & (ids < vocab_size))).all()):
         raise DraftError(f"it proposed ids outside the target's vocabulary of {vocab_size}")
-    _check_confidences(draft.confidences, ids.shape[1])
+    _check_confidences(draft.confidences, ids)
     _check_parents(draft.parents, ids)
     if draft.probs is not None:
-        _check_probs(draft.probs, (1, ids.shape[1], vocab_size))
+        _check_probs(draft.probs, is_node, (*ids.shape, vocab_size))
+    return draft if num_rows == 1 else draft.cut(is_node.sum(dim=1).tolist())
 
 
-def _check_confidences(confidences: Any, num_tokens: int) -> None:
+def _check_confidences(confidences: Any, ids: torch.Tensor) -> None:
     if confidences is None:
         return
     if not isinstance(confidences, torch.Tensor) or not bool(confidences.isfinite().all()):
         raise DraftError(f"its confidences {confidences} are not finite numbers")
-    if confidences.shape != (1, num_tokens):
-        raise DraftError(f"it proposed {num_tokens} tokens with {confidences.numel()} confidences")
+    if confidences.shape != ids.shape:
+        raise DraftError(f"it proposed ids of shape {list(ids.shape)} with confidences of {list(confidences.shape)}")
 
 
 def _check_parents(parents: Any, ids: torch.Tensor) -> None:
@@ -49,11 +57,12 @@ def _check_parents(parents: Any, ids: torch.Tensor) -> None:
         raise DraftError("a node's parent must be -1 (the root) or a node before it")
 
 
-def _check_probs(probs: torch.Tensor, wanted: tuple[int, int, int]) -> None:
+def _check_probs(probs: torch.Tensor, is_node: torch.Tensor, wanted: tuple[int, ...]) -> None:
     if tuple(probs.shape) != wanted:
         raise DraftError(f"its probabilities have shape {list(probs.shape)}; {list(wanted)} is needed")
     # A distribution that does not sum to 1, nan included, would bias what is accepted.
-    if not bool(((probs.sum(dim=-1) - 1).abs() < 1e-3).all() & (probs >= 0).all()):
+    is_one = ((probs.sum(dim=-1) - 1).abs() < 1e-3) & (probs >= 0).all(dim=-1)
+    if not bool((is_one | ~is_node).all()):
         raise DraftError("its probabilities are not a distribution: each row must be 0 or more and sum to 1")
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCri
 from transformers.cache_utils import StaticLayer
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
-from hfspec.draft.base import Session as BatchSession
+from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, Outcomes, RoundBudget, Texts
+from hfspec.draft.base import CallView, Session
+from hfspec.draft.shape import joined
 from hfspec.host import caches, releases
 from hfspec.patch import is_patched
 from tests.models import (
@@ -82,10 +84,10 @@ class Faulty(DraftSource):
         self.sessions.append(session)
         return session
 
-    def start_batch(self, contexts: Sequence[Context]) -> BatchSession:
+    def start_batch(self, call: CallView) -> Session:
         if not self.is_batch:
-            return super().start_batch(contexts)
-        session = self.at("start", _AllRows(self, [context.row for context in contexts]))
+            return super().start_batch(call)
+        session = self.at("start", _AllRows(self, [context.row for context in call.contexts]))
         self.sessions.append(session)
         return session
 
@@ -112,12 +114,12 @@ class _OneRow(_Session, DraftSession):
         self.source.at("observe")
 
 
-class _AllRows(_Session, BatchSession):
-    def propose(self, texts: Sequence[torch.Tensor], budget: RoundBudget) -> Any:
-        drafts = [self.draft(row, text, budget) for row, text in zip(self.rows, texts, strict=True)]
-        return self.source.at("propose", drafts)
+class _AllRows(_Session, Session):
+    def propose(self, texts: Texts, budget: RoundBudget) -> Any:
+        drafts = [self.draft(row, texts.of(index), budget) for index, row in enumerate(self.rows)]
+        return self.source.at("propose", joined(drafts))
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def read(self, texts: Texts, outcomes: Outcomes) -> None:
         self.source.at("observe")
 
     def select(self, rows: Sequence[int]) -> None:
@@ -237,40 +239,44 @@ def test_sessions_begun_before_one_that_cannot_begin_are_stopped(number):
     assert [session.num_stops for session in source.sessions] == [1] * (number - 1)
 
 
-def of_right(make: Callable[[Draft], Any]) -> Callable[[Any], Any]:
-    """A fault that makes rubbish of one row's draft, or of the second of several."""
+def with_ids(make: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    return lambda draft: Draft(make(draft.token_ids))
 
-    def fault(right: Any) -> Any:
-        if isinstance(right, list):
-            return [right[0], make(right[1]), *right[2:]]
-        return make(right)
+
+def with_law(value: Any) -> Callable[[Any], Any]:
+    """A fault that hands over `value` `[tokens, vocab]` as the law of each row."""
+
+    def fault(draft: Draft) -> Draft:
+        is_whole = draft.num_rows > 1 and isinstance(value, torch.Tensor)
+        return Draft(draft.token_ids, probs=value.expand(draft.num_rows, -1, -1) if is_whole else value)
 
     return fault
 
 
-def with_ids(make: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
-    return of_right(lambda draft: Draft(make(draft.token_ids)))
+def with_confidences(*confidences: Any) -> Callable[[Any], Any]:
+    def fault(draft: Draft) -> Draft:
+        is_whole = draft.num_rows > 1 and all(isinstance(each, float) for each in confidences)
+        whole = torch.tensor([confidences] * draft.num_rows) if is_whole else confidences
+        return Draft(draft.token_ids, confidences=whole)
 
-
-def with_law(value: Any) -> Callable[[Any], Any]:
-    return of_right(lambda draft: Draft(draft.token_ids, probs=value))
+    return fault
 
 
 NAN, INF = float("nan"), float("inf")
 #: Rubbish for a draft of two right tokens, and words of the reason (none: it may be taken as a draft).
 RUBBISH: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "nothing": (of_right(lambda draft: None), "NoneType"),
-    "ids alone": (of_right(lambda draft: draft.token_ids), "Tensor"),
+    "nothing": (lambda draft: None, "NoneType"),
+    "ids alone": (lambda draft: draft.token_ids, "Tensor"),
     "a list of ids": (with_ids(lambda ids: ids.tolist()), "Draft"),
     "one dimension": (with_ids(lambda ids: ids[0]), "shape"),
     "three dimensions": (with_ids(lambda ids: ids[None]), "shape"),
-    "two rows": (with_ids(lambda ids: ids.expand(2, -1)), "shape"),
+    "twice the rows": (with_ids(lambda ids: torch.cat([ids, ids])), "shape"),
     "no rows": (with_ids(lambda ids: ids[:0]), "shape"),
     "int32": (with_ids(lambda ids: ids.int()), "int32"),
     "floats": (with_ids(lambda ids: ids.double()), "float64"),
     "bools": (with_ids(lambda ids: ids.bool()), "bool"),
     "too many": (with_ids(lambda ids: torch.cat([ids, ids], dim=-1)), "at most"),
-    "a negative id": (with_ids(lambda ids: torch.full_like(ids, -1)), "vocabulary"),
+    "a negative id": (with_ids(lambda ids: torch.full_like(ids, -1 if len(ids) == 1 else -2)), "vocabulary"),
     "an id too large": (with_ids(lambda ids: torch.full_like(ids, VOCAB)), "vocabulary"),
     "a huge id": (with_ids(lambda ids: ids + 2**62), "vocabulary"),
     "ids without memory": (with_ids(lambda ids: ids.to("meta")), ""),
@@ -283,16 +289,15 @@ RUBBISH: dict[str, tuple[Callable[[Any], Any], str]] = {
         "distribution",
     ),
     "a list as a law": (with_law([0.5, 0.5]), ""),
-    "one confidence": (of_right(lambda draft: Draft(draft.token_ids, confidences=(0.5,))), "confidences"),
-    "words as confidences": (of_right(lambda draft: Draft(draft.token_ids, confidences=("a", "b"))), "confidences"),
-    "nan as confidence": (of_right(lambda draft: Draft(draft.token_ids, confidences=(NAN, NAN))), "confidences"),
-    "infinite confidences": (of_right(lambda draft: Draft(draft.token_ids, confidences=(INF, -INF))), "confidences"),
-    "confidences beyond 0 and 1": (of_right(lambda draft: Draft(draft.token_ids, confidences=(7.0, -3e9))), ""),
-    "no confidences": (of_right(lambda draft: Draft(draft.token_ids, confidences=None)), ""),
-    "no count of what was read": (of_right(lambda draft: Draft(draft.token_ids, caught_up=None)), "count"),
-    "a word as such a count": (of_right(lambda draft: Draft(draft.token_ids, caught_up="many")), "count"),
-    "nan as such a count": (of_right(lambda draft: Draft(draft.token_ids, caught_up=NAN)), "count"),
-    "a negative count": (of_right(lambda draft: Draft(draft.token_ids, caught_up=-(10**9))), "count"),
+    "one confidence": (with_confidences(0.5), "confidences"),
+    "words as confidences": (with_confidences("a", "b"), "confidences"),
+    "nan as confidence": (with_confidences(NAN, NAN), "confidences"),
+    "infinite confidences": (with_confidences(INF, -INF), "confidences"),
+    "confidences beyond 0 and 1": (with_confidences(7.0, -3e9), ""),
+    "no confidences": (lambda draft: Draft(draft.token_ids, confidences=None), ""),
+    "parents before the root": (lambda draft: replace(draft, parents=draft.token_ids * 0 - 2), "parent"),
+    "parents behind their nodes": (lambda draft: replace(draft, parents=draft.token_ids * 0 + 1), "parent"),
+    "one parent": (lambda draft: replace(draft, parents=draft.token_ids[:, :1] * 0 - 1), "parents"),
 }
 
 
@@ -317,14 +322,18 @@ def test_a_source_that_returns_rubbish(kind, num_rows, is_batch):
             assert not (isinstance(value, float) and value != value), f"{name} is nan"
 
 
-COUNTS: dict[str, Callable[[list[Draft]], Any]] = {
-    "none": lambda drafts: None,
-    "an empty list": lambda drafts: [],
-    "one less": lambda drafts: drafts[:-1],
-    "one more": lambda drafts: [*drafts, drafts[0]],
-    "one for all": lambda drafts: drafts[0],
-    "a dict": lambda drafts: dict(enumerate(drafts)),
-    "a tensor": lambda drafts: torch.cat([draft.token_ids[:, :1] for draft in drafts]),
+def cut_to(rows: slice) -> Callable[[Draft], Any]:
+    return lambda draft: Draft(draft.token_ids[rows])
+
+
+COUNTS: dict[str, Callable[[Draft], Any]] = {
+    "none": lambda draft: None,
+    "an empty list": lambda draft: [],
+    "one less": cut_to(slice(None, -1)),
+    "one more": lambda draft: Draft(torch.cat([draft.token_ids, draft.token_ids[:1]])),
+    "a list of the rows'": lambda draft: [draft.of_row(row) for row in range(draft.num_rows)],
+    "a dict": lambda draft: {0: draft},
+    "a tensor": lambda draft: draft.token_ids[:, :1],
 }
 
 
@@ -335,12 +344,30 @@ def test_a_batch_session_with_a_wrong_number_of_drafts(kind, num_rows):
     check_fault("propose", 2, COUNTS[kind], num_rows, is_batch=True, word="the draft source stopped")
 
 
-@pytest.mark.parametrize("make", [tuple, iter, lambda drafts: (each for each in drafts)], ids=["tuple", "iter", "gen"])
+@pytest.mark.parametrize("count", [None, "many", NAN, -(10**9)], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_drafts_may_come_in_any_sequence(make, num_rows):
-    """Drafts that are right are taken however they are handed over, or refused for a reason; no error comes of it."""
-    counts = check_fault("propose", 2, make, num_rows, is_batch=True)
-    assert counts.fallback_reasons.total() <= 1
+def test_a_session_with_a_wrong_count_of_what_it_read(num_rows, count):
+    """What it says that it has read first is a count, or it drafts no more."""
+
+    def fault(right: _AllRows) -> _AllRows:
+        right.caught_up = count
+        return right
+
+    check_fault("start", 1, fault, num_rows, is_batch=True, word="a count is needed")
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rows_may_have_drafts_of_any_length(num_rows):
+    """-1 stands where a row has no such token, behind its last."""
+
+    def shorter(draft: Draft) -> Draft:
+        ids = draft.token_ids.clone()
+        ids[1:2, 1:] = -1
+        ids[2:, :] = -1
+        return Draft(ids)
+
+    counts = check_fault("propose", 2, shorter, num_rows, is_batch=True)
+    assert not counts.fallback_reasons
 
 
 def test_a_session_that_is_none_is_a_failure():
@@ -401,6 +428,8 @@ def test_an_interrupted_draft_has_moved_no_random_number():
     """What a source drew before it was interrupted is given back: the state is vanilla's after so many tokens."""
 
     class Draws(DraftSource, DraftSession):
+        may_draw = True
+
         def start(self, context: Context) -> DraftSession:
             return self
 
