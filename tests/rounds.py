@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
-from hfspec import Draft, Outcome
+import torch
+from torch.nn.functional import pad
+
+from hfspec import Draft, Outcome, Texts
 from hfspec.draft.shape import joined
 from hfspec.rounds import Outcomes, Round
 
@@ -35,3 +38,12 @@ def finished(
         caught_up,
         draft.num_tokens,
     )
+
+
+def uneven(texts: Sequence[torch.Tensor]) -> Texts:
+    """Texts of rows `[1, length]` of any lengths, in the middle of a call."""
+    longest = max(text.shape[1] for text in texts)
+    made = Texts(torch.cat([pad(text, (0, longest - text.shape[1])) for text in texts]))
+    made.num_prompt, made.lengths = 0, [text.shape[1] for text in texts]
+    made._ends = torch.tensor(made.lengths) if len(set(made.lengths)) > 1 else None
+    return made

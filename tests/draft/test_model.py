@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hfspec import Context, DraftError, Outcome, RoundBudget
+from hfspec import CallView, Context, DraftError, RoundBudget
 from hfspec.draft.model import ModelDraft
+from hfspec.rounds import Outcomes
 from hfspec.sampling.noise import BatchNoise
 from tests.models import SUPPORTED, VOCAB, build, plain_text, prompt, rows, shared
+from tests.rounds import outcome, uneven
 
 TEXT_MODELS = (*SUPPORTED, "mistral")
 
@@ -21,8 +23,21 @@ def session(model, *args, **kwargs):
 
 
 def propose(drafting, ids, num_tokens):
+    """A row's draft, or those of several rows' texts."""
     with torch.no_grad():
-        return drafting.propose(ids, RoundBudget(num_tokens))
+        if isinstance(ids, torch.Tensor):
+            return drafting.propose(ids, RoundBudget(num_tokens))
+        draft = drafting.propose(uneven(ids), RoundBudget(num_tokens))
+    return [draft.of_row(row) for row in range(draft.num_rows)]
+
+
+def observe(drafting, *counts):
+    """Tell rows of their verdicts; the texts come with the next draft."""
+    drafting.read(None, Outcomes(tuple(outcome(*each) for each in counts)))
+
+
+def caught_up(drafting):
+    return drafting._session.caught_up
 
 
 @pytest.mark.parametrize("arch", TEXT_MODELS)
@@ -40,20 +55,21 @@ def test_it_goes_on_from_the_committed_text(num_accepted):
     drafting, ids = session(shared()), prompt()
     drafted = propose(drafting, ids, 4).token_ids
     ids = torch.cat([ids, drafted[:, :num_accepted], rows(11)], dim=-1)
-    drafting.observe(Outcome(min(num_accepted + 1, 4), num_accepted, num_accepted + 1))
+    drafting.observe(outcome(min(num_accepted + 1, 4), num_accepted, num_accepted + 1))
     draft = propose(drafting, ids, 4)
     assert torch.equal(draft.token_ids, propose(session(shared()), ids, 4).token_ids)
-    assert draft.caught_up == 0
+    assert caught_up(drafting) == 0
 
 
 def test_it_catches_up_after_plain_rounds():
     """Tokens committed while it was not asked are read first, and counted."""
     drafting, ids = session(shared()), prompt()
-    assert propose(drafting, ids, 2).caught_up == 5
-    drafting.observe(Outcome(1, 0, 1))
+    propose(drafting, ids, 2)
+    assert caught_up(drafting) == 5
+    drafting.observe(outcome(1, 0, 1))
     ids = torch.cat([ids, prompt(6, seed=4)], dim=-1)
     draft = propose(drafting, ids, 2)
-    assert draft.caught_up == 4
+    assert caught_up(drafting) == 4
     assert torch.equal(draft.token_ids, propose(session(shared()), ids, 2).token_ids)
 
 
@@ -76,9 +92,9 @@ def test_a_drawn_draft_hands_over_the_law_it_was_drawn_from(top_k):
     for index in range(3):
         with torch.no_grad():
             logits = shared()(input_ids=prefix).logits[:, -1].float()
-        torch.testing.assert_close(draft.probs[index], processors(prefix, logits).softmax(-1)[0])
+        torch.testing.assert_close(draft.probs[0, index], processors(prefix, logits).softmax(-1)[0])
         prefix = torch.cat([prefix, draft.token_ids[:, index : index + 1]], dim=-1)
-        assert draft.probs[index, prefix[0, -1]] > 0
+        assert draft.probs[0, index, prefix[0, -1]] > 0
 
 
 def test_a_seeded_draft_foretells_the_draws():
@@ -113,7 +129,7 @@ def test_it_asks_the_budget_after_each_token():
     with torch.no_grad():
         draft = session(shared()).propose(prompt(), budget)
     assert draft.num_tokens == 3
-    assert list(draft.confidences) == budget.seen
+    assert draft.confidences[0].tolist() == pytest.approx(budget.seen)
     assert all(0 <= each <= 1 for each in budget.seen)
 
 
@@ -132,8 +148,8 @@ def test_ids_are_the_targets(vocab):
     model = build(vocab_size=vocab)
     draft = propose(session(model, "rejection"), prompt() % 90, 12)
     assert int(draft.token_ids.max()) < VOCAB
-    assert draft.probs.shape == (12, VOCAB)
-    torch.testing.assert_close(draft.probs.sum(-1), torch.ones(12))
+    assert draft.probs.shape == (1, 12, VOCAB)
+    torch.testing.assert_close(draft.probs.sum(-1), torch.ones(1, 12))
 
 
 def test_sessions_are_apart():
@@ -141,8 +157,8 @@ def test_sessions_are_apart():
     source = ModelDraft(shared())
     one, other = source.start(context()), source.start(context())
     drafts = [propose(each, ids, 3) for each, ids in ((one, prompt()), (other, prompt(9, seed=5)))]
-    one.observe(Outcome(3, 3, 4))
-    other.observe(Outcome(1, 0, 1))
+    one.observe(outcome(3, 3, 4))
+    other.observe(outcome(1, 0, 1))
     ids = torch.cat([prompt(), drafts[0].token_ids, rows(7)], dim=-1)
     assert torch.equal(propose(one, ids, 3).token_ids, propose(session(shared()), ids, 3).token_ids)
 
@@ -151,7 +167,11 @@ def test_sessions_are_apart():
 
 
 def batch_of(model, num_rows, selection="greedy", **more):
-    return ModelDraft(model).start_batch([context(selection, row=row, **more) for row in range(num_rows)])
+    return started(model, [context(selection, row=row, **more) for row in range(num_rows)])
+
+
+def started(model, contexts):
+    return ModelDraft(model).start_batch(CallView(contexts, BatchNoise(len(contexts))))
 
 
 def alone(model, text, num_tokens):
@@ -173,7 +193,7 @@ def test_rows_are_drafted_for_as_if_each_were_alone(arch):
         for text, draft in zip(texts, drafts, strict=True):
             assert torch.equal(draft.token_ids, alone(model, text, num_tokens))
         accepted = [(turn * (row + 1)) % (num_tokens + 1) for row in range(len(texts))]
-        drafting.observe([Outcome(min(each + 1, num_tokens), each, each + 1) for each in accepted])
+        observe(drafting, *((min(each + 1, num_tokens), each, each + 1) for each in accepted))
         texts = [
             torch.cat([text, draft.token_ids[:, :each], rows(3 + turn)], dim=-1)
             for text, draft, each in zip(texts, drafts, accepted, strict=True)
@@ -187,7 +207,7 @@ def test_rows_catch_up_after_plain_rounds(num_plain):
     texts = [prompt(length, seed=length) for length in (3, 9)]
     drafting = batch_of(model, 2)
     first = propose(drafting, texts, 3)
-    drafting.observe([Outcome(1, 0, 1), Outcome(3, 2, 3)])
+    observe(drafting, (1, 0, 1), (3, 2, 3))
     texts = [
         torch.cat([text, draft.token_ids[:, : 2 * row], prompt(num_plain + row, seed=20 + row)], dim=-1)
         for row, (text, draft) in enumerate(zip(texts, first, strict=True))
@@ -202,7 +222,7 @@ def test_padding_and_what_is_no_text_is_not_read_in_a_batch():
     texts = [prompt(6, seed=1), prompt(6, seed=2)]
     masks = [None, torch.tensor([[0, 0, 1, 1, 0, 1]])]
     contexts = [context(row=row, prompt_mask=mask) for row, mask in enumerate(masks)]
-    drafts = propose(ModelDraft(model).start_batch(contexts), texts, 4)
+    drafts = propose(started(model, contexts), texts, 4)
     assert torch.equal(drafts[0].token_ids, alone(model, texts[0], 4))
     assert torch.equal(drafts[1].token_ids, alone(model, texts[1][:, [2, 3, 5]], 4))
 
@@ -226,7 +246,7 @@ def test_rows_that_cannot_share_are_drafted_for_in_turn():
         for row in range(2)
     ]
     texts = [rows(0, 4), rows(0, 9, 8, 7)]
-    drafts = propose(ModelDraft(model).start_batch(contexts), texts, 4)
+    drafts = propose(started(model, contexts), texts, 4)
     for text, draft in zip(texts, drafts, strict=True):
         written = plain_text(model, encoder_input, decoder_input_ids=text, max_new_tokens=4)
         assert torch.equal(draft.token_ids, written[:, -4:])
@@ -259,8 +279,8 @@ def test_the_budget_is_told_of_all_rows_at_once():
     """Rows that share forwards stop together, so the budget sees all their confidences."""
     budget = SeesRows(3)
     with torch.no_grad():
-        drafts = batch_of(shared(attn="sdpa"), 2).propose([prompt(5), prompt(7, seed=1)], budget)
-    assert [draft.confidences for draft in drafts] == list(zip(*budget.seen, strict=True))
+        draft = batch_of(shared(attn="sdpa"), 2).propose(uneven([prompt(5), prompt(7, seed=1)]), budget)
+    torch.testing.assert_close(draft.confidences, torch.tensor(budget.seen).T)
 
 
 def test_rows_of_a_drawn_draft_have_their_own_laws():
@@ -272,4 +292,4 @@ def test_rows_of_a_drawn_draft_have_their_own_laws():
             prefix = torch.cat([text, draft.token_ids[:, :index]], dim=-1)
             with torch.no_grad():
                 law = model(input_ids=prefix).logits[0, -1].float().softmax(-1)
-            torch.testing.assert_close(draft.probs[index], law, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(draft.probs[0, index], law, rtol=1e-4, atol=1e-5)
