@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import hfspec
-from hfspec import Context, Draft, DraftSession, DraftSource, Outcome, RoundBudget
+from hfspec import CallView, Context, Draft, DraftSession, DraftSource, RoundBudget
 from hfspec.draft.guard import Guard
+from hfspec.rounds import Outcomes
+from hfspec.sampling.noise import BatchNoise
 from tests.models import PAD, VOCAB, FunctionSource, both, noisy, plain_text, prompt, rows, shared
+from tests.rounds import outcome, uneven
 
 NEW = {"max_new_tokens": 12}
 
@@ -117,7 +120,7 @@ def test_an_empty_draft_is_a_plain_round():
             return self
 
         def propose(self, input_ids, budget):
-            return Draft.empty(input_ids.device)
+            return Draft.empty(1, input_ids.device)
 
     pair = both(shared(), Silent(), prompt(), NEW, draft_budget=3).assert_same()
     assert (pair.stats.rounds, pair.stats.plain_rounds, pair.stats.fallback_reason) == (0, 11, None)
@@ -189,20 +192,24 @@ def test_rows_without_a_shared_session_are_asked_in_turn():
         def start(self, context):
             return sessions[context.row]
 
-    contexts = [Context(VOCAB, torch.device("cpu"), row=row) for row in range(3)]
-    batch = Rows().start_batch(contexts)
+    batch = Rows().start_batch(view(3))
     texts = [prompt(3 + row, seed=row) for row in range(3)]
-    drafts = batch.propose(texts, RoundBudget(4, reads_confidence=True))
-    assert [draft.num_tokens for draft in drafts] == [1, 1, 1]
+    draft = batch.propose(uneven(texts), RoundBudget(4, reads_confidence=True))
+    assert draft.lengths == (1, 1, 1)
     assert all(torch.equal(each.texts[0], text) for each, text in zip(sessions, texts, strict=True))
-    batch.observe([Outcome(1, row % 2, 1 + row % 2) for row in range(3)])
+    batch.read(uneven(texts), Outcomes(tuple(outcome(1, row % 2, 1 + row % 2) for row in range(3))))
     assert [each.outcomes[0].num_accepted for each in sessions] == [0, 1, 0]
     batch.select([2])
     assert [each.num_stops for each in sessions] == [1, 1, 0]
-    batch.propose([texts[2]], RoundBudget(2))
+    batch.propose(uneven([texts[2]]), RoundBudget(2))
     assert [len(each.texts) for each in sessions] == [1, 1, 2]
     batch.stop()
     assert [each.num_stops for each in sessions] == [1, 1, 1]
+
+
+def view(num_rows):
+    contexts = [Context(VOCAB, torch.device("cpu"), row=row) for row in range(num_rows)]
+    return CallView(contexts, BatchNoise(num_rows))
 
 
 class TestGuard:
@@ -210,16 +217,15 @@ class TestGuard:
 
     def guard(self, source, num_rows=2):
         self.reasons = []
-        contexts = [Context(VOCAB, torch.device("cpu"), row=row) for row in range(num_rows)]
-        return Guard(source, contexts, self.reasons.append)
+        return Guard(source, view(num_rows), self.reasons.append)
 
     def texts(self, num_rows=2):
-        return [prompt(4 + row, seed=row) for row in range(num_rows)]
+        return uneven([prompt(4 + row, seed=row) for row in range(num_rows)])
 
     def test_nothing_is_started_for_a_plain_round(self):
         source = Listening()
-        drafts = self.guard(source).propose(self.texts(), RoundBudget(0))
-        assert [draft.num_tokens for draft in drafts] == [0, 0]
+        draft = self.guard(source).propose(self.texts(), RoundBudget(0))
+        assert draft.lengths == (0, 0)
         assert source.contexts == []
 
     def test_one_bad_draft_ends_drafting_for_all_rows(self):
@@ -229,20 +235,20 @@ class TestGuard:
 
         guard = self.guard(Bad())
         for _ in range(2):
-            assert [draft.num_tokens for draft in guard.propose(self.texts(), RoundBudget(3))] == [0, 0]
+            assert guard.propose(self.texts(), RoundBudget(3)).lengths == (0, 0)
         assert guard.has_failed
         assert len(self.reasons) == 1
         assert "vocabulary" in self.reasons[0]
 
     def test_too_few_drafts_are_a_failure(self):
         class Few(Listening):
-            def start_batch(self, contexts):
-                session = DraftSource.start_batch(self, contexts)
-                session.propose = lambda texts, budget: [Draft(rows(5))]
-                return session
+            def start_batch(self, call):
+                honest = type(DraftSource.start_batch(self, call))
+                few = type("Few", (honest,), {"propose": lambda self, texts, budget: Draft(rows(5))})
+                return few([], call.contexts)
 
         guard = self.guard(Few())
-        assert [draft.num_tokens for draft in guard.propose(self.texts(), RoundBudget(3))] == [0, 0]
+        assert guard.propose(self.texts(), RoundBudget(3)).lengths == (0, 0)
         assert len(self.reasons) == 1
 
     def test_the_rows_left_are_those_checked(self):
@@ -250,8 +256,9 @@ class TestGuard:
         guard = self.guard(source, num_rows=3)
         guard.propose(self.texts(3), RoundBudget(2))
         guard.select([1])
-        assert len(guard.propose([prompt(9)], RoundBudget(2))) == 1
-        guard.observe([Outcome(1, 1, 2)])
+        texts = uneven([prompt(9)])
+        assert guard.propose(texts, RoundBudget(2)).num_rows == 1
+        guard.read(texts, Outcomes((outcome(1, 1, 2),)))
         guard.stop()
         assert self.reasons == []
         assert len(source.outcomes) == 1

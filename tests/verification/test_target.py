@@ -10,10 +10,14 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList, StaticCache, StoppingCriteriaList
 
 from hfspec.cache.ledger import SpeculativeCache
+from hfspec.draft.shape import joined
 from hfspec.host import releases
 from hfspec.host.prepared import Prepared
-from hfspec.verification.target import RaggedTarget, Target
+from hfspec.rounds import Draft, Outcomes
+from hfspec.verification.ragged import RaggedTarget
+from hfspec.verification.target import Target
 from tests.models import PAD, assert_same_cache, prompt, shared
+from tests.rounds import outcome, uneven
 
 
 def _target(
@@ -27,6 +31,10 @@ def _target(
     criteria = StoppingCriteriaList()
     prepared = Prepared(model, ids, LogitsProcessorList(), criteria, model.generation_config, kwargs)
     return kind(prepared, SpeculativeCache() if cache is None else cache)
+
+
+def _outcomes(*num_committed: int) -> Outcomes:
+    return Outcomes(tuple(outcome(number - 1, number - 1, number) for number in num_committed))
 
 
 @torch.no_grad()
@@ -57,9 +65,9 @@ def test_a_verified_draft_has_the_logits_of_the_text_at_once():
     with torch.no_grad():
         first = target.prefill(ids).logits[:, 0].argmax(dim=-1, keepdim=True)
         text = torch.cat([ids, first], dim=-1)
-        verified = target.verify([text], [draft])
+        verified = target.verify(uneven([text]), Draft(draft))
     torch.testing.assert_close(verified.logits, _whole(torch.cat([text, draft], dim=-1), 4))
-    target.keep([2])
+    target.keep(_outcomes(2))
     assert target.num_unread == 1
     assert target.cache_for_user().get_seq_length() == ids.shape[1] + 2
 
@@ -85,14 +93,14 @@ def test_rounds_over_any_cache(cache, num_rows):
         for seed, (num_drafted, num_kept) in enumerate([(3, 1), (2, 3), (0, 1), (4, 2), (1, 1), (1, 2)]):
             drafts = [prompt(num_drafted, seed=10 * seed + row) for row in range(num_rows)]
             whole = torch.cat([texts, torch.cat(drafts)], dim=-1)
-            verified = target.verify(list(texts.split(1)), drafts)
+            verified = target.verify(uneven(texts.split(1)), Draft(torch.cat(drafts)))
             torch.testing.assert_close(verified.logits, _whole(whole, num_drafted + 1), rtol=1e-5, atol=1e-5)
             before = texts.shape[1]
             texts = torch.cat([whole[:, : before + num_kept - 1], torch.full((num_rows, 1), 6 + seed)], dim=-1)
-            target.keep([num_kept] * num_rows)
+            target.keep(_outcomes(*[num_kept] * num_rows))
             for end in range(before, before + num_kept):
-                vanilla.verify(list(texts[:, :end].split(1)), [torch.empty(1, 0, dtype=torch.long)] * num_rows)
-                vanilla.keep([1] * num_rows)
+                vanilla.verify(uneven(texts[:, :end].split(1)), Draft.empty(num_rows, texts.device))
+                vanilla.keep(_outcomes(*[1] * num_rows))
         target.catch_up(texts)
     assert_same_cache(vanilla.cache_for_user(), target.cache_for_user())
 
@@ -125,13 +133,13 @@ def test_rows_at_their_own_paces_have_the_logits_of_rows_by_themselves(arch, is_
                 target.select([2, 0])
                 texts = [texts[2], texts[0]]
             drafts = [prompt((seed + 2 * row) % 5, seed=100 * seed + row) for row in range(len(texts))]
-            verified = target.verify(texts, drafts)
+            verified = target.verify(uneven(texts), joined([Draft(draft) for draft in drafts]))
             kept = [min(1 + (seed * (row + 1)) % 4, 1 + draft.shape[1]) for row, draft in enumerate(drafts)]
             for row, draft in enumerate(drafts):
                 whole = torch.cat([texts[row], draft], dim=-1)
                 width = 1 + draft.shape[1]
                 torch.testing.assert_close(
-                    verified.of_rows(slice(row, row + 1)).logits[:, :width],
+                    verified.logits[row : row + 1, :width],
                     _whole(whole, width, arch),
                     rtol=1e-5,
                     atol=1e-5,
@@ -139,7 +147,7 @@ def test_rows_at_their_own_paces_have_the_logits_of_rows_by_themselves(arch, is_
                 texts[row] = torch.cat(
                     [whole[:, : texts[row].shape[1] + kept[row] - 1], torch.tensor([[3 + seed]])], dim=-1
                 )
-            target.keep(kept)
+            target.keep(_outcomes(*kept))
     assert target.num_unread == 1
     assert max(text.shape[1] for text in texts) < 200
 
@@ -147,7 +155,7 @@ def test_rows_at_their_own_paces_have_the_logits_of_rows_by_themselves(arch, is_
 def test_rows_need_their_prompt_first():
     """A clear error, not a puzzling one."""
     with pytest.raises(RuntimeError, match="prefill"):
-        _target(RaggedTarget).keep([1])
+        _target(RaggedTarget).keep(_outcomes(1))
 
 
 def test_the_cache_goes_by_this_releases_name():
