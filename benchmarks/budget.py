@@ -28,7 +28,8 @@ from hfspec.bench.models import load_pair
 from hfspec.bench.prompts import built_in, encode
 from hfspec.budget.controller import Controller
 from hfspec.budget.experience import Experience
-from hfspec.rounds import Draft, Outcome, Outcomes, Round
+from hfspec.drafts import Draft
+from hfspec.rounds import Outcome, Outcomes, Round
 from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 FIXED = (1, 2, 3, 5, 8, 16)

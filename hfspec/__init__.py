@@ -10,6 +10,7 @@ To know the code, read `patch`, `decode`, `loop`, `draft/model` and `accept/walk
 from hfspec.compare import Verdict, verify
 from hfspec.config import DraftBudget
 from hfspec.draft.base import CallView, Context, DraftSession, DraftSource, Session
+from hfspec.drafts import Draft
 from hfspec.errors import (
     ConfigError,
     DraftError,
@@ -21,7 +22,7 @@ from hfspec.errors import (
 )
 from hfspec.metrics import Metrics, Stats
 from hfspec.patch import is_patched, patch, patched, stats, unpatch
-from hfspec.rounds import Draft, Outcome, Outcomes, RoundBudget
+from hfspec.rounds import Outcome, Outcomes, RoundBudget
 from hfspec.texts import Texts
 
 __version__ = "0.1.0"

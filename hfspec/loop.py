@@ -12,10 +12,11 @@ from hfspec.accept.walk import Walk
 from hfspec.budget.controller import Controller
 from hfspec.budget.timing import measured
 from hfspec.draft.guard import Guard
+from hfspec.drafts import Draft
 from hfspec.host import forwards
 from hfspec.metrics import Metrics
 from hfspec.plan import Plan
-from hfspec.rounds import Draft, Round, RoundBudget
+from hfspec.rounds import Round, RoundBudget
 from hfspec.texts import Texts
 from hfspec.verification.proving import Proving
 from hfspec.verification.ragged import RaggedTarget

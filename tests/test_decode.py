@@ -408,7 +408,7 @@ def test_processes_that_share_a_model_must_choose_alike(budget, is_plain):
 
 
 def test_a_source_that_goes_on_failing_is_paused():
-    """From the second failure on it is tried after 1, 2, 4, … plain calls, which keep the reason; a whole call ends that."""
+    """From the second failure on it is tried after 1, 2, 4, … plain calls, which keep the reason; a draft ends that."""
     tries, is_broken = [], True
 
     def propose(input_ids, budget, number):

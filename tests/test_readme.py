@@ -304,9 +304,7 @@ NOT_SPED_UP = {
     "a draft with another tokenizer": lambda: _call(draft=build(vocab_size=200)),
     "training mode with dropout": _dropout,
     "gradients through `generate()`": lambda: _call(build(), through_gradients=True),
-    "a hook, a wrapped block, an attention function … that makes of several tokens at once something else than of one": (
-        _hooked
-    ),
+    "a hook, a wrapped block, an attention function … that makes something else of several tokens than of one": _hooked,
     "a target whose inputs others prepare: PEFT's virtual tokens, old remote code": _own_preparation,
     "LLM.int8 with outliers, dynamic int8 layers in the target": _int8,
     "dynamic or long RoPE beyond the original length": lambda: _call(

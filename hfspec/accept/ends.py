@@ -4,7 +4,7 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from hfspec.rounds import Draft
+from hfspec.drafts import Draft
 from hfspec.texts import Texts
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessorList
 
-from hfspec.rounds import Draft
+from hfspec.drafts import Draft
 from hfspec.sampling.processors import is_token_blind
 from hfspec.texts import Texts
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from hfspec.rounds import Draft
+from hfspec.drafts import Draft
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from hfspec.accept.processing import Processing
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Greedy, Rule
 from hfspec.accept.walk import Walk
-from hfspec.rounds import Draft, Outcome, Outcomes, Tree, Verified
+from hfspec.drafts import Draft, Tree
+from hfspec.rounds import Outcome, Outcomes, Verified
 from hfspec.texts import Texts
 
 #: Scores that are worked on at once, of all rows together: more would take much memory for moments.

@@ -12,8 +12,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Proposal, Rule
+from hfspec.drafts import Draft
 from hfspec.host import releases
-from hfspec.rounds import Draft, Outcome, Outcomes, Verified
+from hfspec.rounds import Outcome, Outcomes, Verified
 from hfspec.texts import Texts
 
 

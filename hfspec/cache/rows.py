@@ -15,7 +15,8 @@ import torch
 
 from hfspec.cache.ledger import SpeculativeCache
 from hfspec.cache.rollback import Rollback
-from hfspec.rounds import Draft, Outcomes
+from hfspec.drafts import Draft
+from hfspec.rounds import Outcomes
 
 #: Holes that may add up before rows are packed: an eighth of the slots, and at least this many.
 _BEARABLE_SHARE, _BEARABLE_HOLES = 8, 32

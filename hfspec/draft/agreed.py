@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hfspec.draft.base import CallView, Context, DraftSource, Session
+from hfspec.drafts import Draft
 from hfspec.errors import DraftError
 from hfspec.host import architectures
-from hfspec.rounds import Draft, Outcomes, RoundBudget
+from hfspec.rounds import Outcomes, RoundBudget
 from hfspec.texts import Texts
 
 #: Told whether it happened here, says whether it happened in any process.

@@ -15,7 +15,8 @@ from transformers import LogitsProcessorList
 from transformers.utils import ModelOutput
 
 from hfspec.draft.shape import checked, joined
-from hfspec.rounds import Draft, Outcome, Outcomes, RoundBudget
+from hfspec.drafts import Draft
+from hfspec.rounds import Outcome, Outcomes, RoundBudget
 from hfspec.sampling.noise import BatchNoise
 from hfspec.texts import Texts
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hfspec.draft.base import Context, RowsPeek
-from hfspec.rounds import Draft
+from hfspec.drafts import Draft
 from hfspec.sampling.processors import DraftProcessors
 
 

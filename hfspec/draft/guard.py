@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from hfspec.draft.base import CallView, DraftSource, Session
 from hfspec.draft.shape import checked
+from hfspec.drafts import Draft
 from hfspec.errors import DraftError
-from hfspec.rounds import Draft, Outcomes, RoundBudget
+from hfspec.rounds import Outcomes, RoundBudget
 from hfspec.sampling.devices import unmoved
 from hfspec.texts import Texts
 

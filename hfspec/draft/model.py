@@ -17,11 +17,12 @@ from hfspec.cache.rows import Rows
 from hfspec.draft import inputs
 from hfspec.draft.base import CallView, Context, DraftSession, DraftSource, Session
 from hfspec.draft.choice import DraftChoice
+from hfspec.drafts import Draft
 from hfspec.errors import DraftError
 from hfspec.host import architectures, caches, releases
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.host.verdicts import counts_slots, ragged_problem
-from hfspec.rounds import Draft, Outcome, Outcomes, RoundBudget
+from hfspec.rounds import Outcome, Outcomes, RoundBudget
 from hfspec.sampling.processors import DraftProcessors
 from hfspec.texts import Texts
 

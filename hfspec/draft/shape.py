@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from hfspec.drafts import Draft
 from hfspec.errors import DraftError
-from hfspec.rounds import Draft
 
 
 def checked(draft: object, num_rows: int, max_tokens: int, vocab_size: int, device: torch.device) -> Draft:

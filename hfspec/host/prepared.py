@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList, PretrainedConfig, PreTrainedModel,
 from transformers.generation import GenerationConfig
 
 from hfspec.host import architectures, caches, releases
-from hfspec.host.architectures import last_draft_id
+from hfspec.host.exactness import last_draft_id
 from hfspec.sampling.processors import for_row
 
 #: Inputs that stand in places of the text, which a draft model that reads only text leaves out.

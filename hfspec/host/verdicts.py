@@ -10,7 +10,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStr
 
 from hfspec.cache.ledger import SpeculativeCache, SpeculativeLayer
 from hfspec.host import architectures, caches, forwards, releases
-from hfspec.host.architectures import (
+from hfspec.host.exactness import (
     config_problem,
     exactness_problem,
     inputs_problem,

@@ -14,9 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hfspec.budget.timing import measured
+from hfspec.drafts import Draft
 from hfspec.host.trial import Fingerprint, Trial, arithmetic, difference, rounding
 from hfspec.metrics import Metrics, Proof
-from hfspec.rounds import Draft, Verified
+from hfspec.rounds import Verified
 from hfspec.sampling.devices import unmoved
 from hfspec.texts import Texts
 from hfspec.verification.target import Target, TooFewLogitsError

@@ -12,10 +12,11 @@ import torch
 
 from hfspec.cache.ledger import SpeculativeCache
 from hfspec.cache.rows import Mark, Rows
+from hfspec.drafts import Draft
 from hfspec.host import architectures, forwards
 from hfspec.host.prepared import Prepared
 from hfspec.host.verdicts import counts_slots
-from hfspec.rounds import Draft, Outcomes, Verified
+from hfspec.rounds import Outcomes, Verified
 from hfspec.texts import Texts
 from hfspec.verification.target import Target
 

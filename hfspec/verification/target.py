@@ -12,12 +12,13 @@ from transformers.utils import ModelOutput
 
 from hfspec.cache.ledger import vanilla_cache
 from hfspec.cache.rollback import Rollback, StateRollback, keeps_state
+from hfspec.drafts import Draft
 from hfspec.errors import HfspecError
 from hfspec.host import architectures, forwards, releases
 from hfspec.host.modules import modules_where
 from hfspec.host.prepared import Prepared
 from hfspec.host.stepping import stepping, stepping_layers
-from hfspec.rounds import Draft, Outcomes, Verified
+from hfspec.rounds import Outcomes, Verified
 from hfspec.sampling.devices import generator_state
 from hfspec.texts import Texts
 

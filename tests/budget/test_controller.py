@@ -9,7 +9,7 @@ import pytest
 from hfspec import DraftBudget
 from hfspec.budget.controller import Controller
 from hfspec.budget.experience import Experience
-from hfspec.rounds import Draft
+from hfspec.drafts import Draft
 from tests.models import rows
 from tests.rounds import finished, outcome
 

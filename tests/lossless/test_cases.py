@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import hfspec
-from hfspec import DraftBudget, Outcome
+from hfspec import DraftBudget
 from tests.models import (
     BOS,
     PAD,
@@ -36,6 +36,7 @@ from tests.models import (
     prompt,
     shared,
 )
+from tests.rounds import outcome as made_outcome
 
 NEW = {"max_new_tokens": 24}
 
@@ -65,7 +66,7 @@ def test_positions_stay_contiguous_after_rollbacks(num_prompt):
         hook.remove()
     next_position = 0
     outcomes = [None, *script.outcomes]
-    outcomes += [Outcome(0, 0, 1)] * (len(seen) - len(outcomes))  # the last rounds may be plain: nothing to observe
+    outcomes += [made_outcome(0, 0, 1)] * (len(seen) - len(outcomes))  # the last may be plain
     for positions, outcome in zip(seen, outcomes, strict=True):
         assert positions == list(range(next_position, next_position + len(positions)))
         next_position += len(positions) if outcome is None else outcome.num_committed

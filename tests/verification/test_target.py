@@ -11,9 +11,10 @@ from transformers import DynamicCache, LogitsProcessorList, StaticCache, Stoppin
 
 from hfspec.cache.ledger import SpeculativeCache
 from hfspec.draft.shape import joined
+from hfspec.drafts import Draft
 from hfspec.host import releases
 from hfspec.host.prepared import Prepared
-from hfspec.rounds import Draft, Outcomes
+from hfspec.rounds import Outcomes
 from hfspec.verification.ragged import RaggedTarget
 from hfspec.verification.target import Target
 from tests.models import PAD, assert_same_cache, prompt, shared
