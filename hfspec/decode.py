@@ -13,7 +13,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from hfspec import loop
 from hfspec.accept.processing import Processing
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Greedy, Rejection, Rule, Seeded
@@ -30,6 +29,7 @@ from hfspec.host import caches, forwards
 from hfspec.host.prepared import Prepared
 from hfspec.host.trial import Fingerprint, fingerprint
 from hfspec.host.verdicts import plain_reason
+from hfspec.loop import Loop
 from hfspec.plan import Plan
 from hfspec.sampling.noise import BatchNoise
 from hfspec.sampling.processors import for_row
@@ -131,7 +131,7 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
     )
     proving = Proving(target, call.state.trial, print_, call.metrics, prepared.num_before)
     try:
-        loop.generate(target, source, acceptor, texts, controller, call.metrics, plan, proving)
+        Loop(plan, texts, source, target, proving, acceptor, controller, call.metrics).write()
     except BaseException:
         if call.has_own_cache:
             target.recover(texts)

@@ -4,8 +4,7 @@ What a call may do differently is decided before, in `decode`, and stands in its
 """
 
 import time
-
-import torch
+from dataclasses import dataclass
 
 from hfspec.accept.vectorised import Vectorised
 from hfspec.accept.walk import Walk
@@ -18,153 +17,119 @@ from hfspec.metrics import Metrics
 from hfspec.plan import Plan
 from hfspec.rounds import Round, RoundBudget
 from hfspec.texts import Texts
+from hfspec.verification.fitting import fitted
 from hfspec.verification.proving import Proving
 from hfspec.verification.ragged import RaggedTarget
 from hfspec.verification.target import Target
 
 
-def generate(
-    target: Target,
-    source: Guard,
-    acceptor: Walk | Vectorised,
-    texts: Texts,
-    controller: Controller,
-    metrics: Metrics,
-    plan: Plan,
-    proving: Proving,
-) -> None:
-    """Write the texts to their ends.
+@dataclass
+class Loop:
+    """One call's parts, and the rounds that they make together.
 
-    Args:
-        proving: makes the target's forwards over drafts.
+    Attributes:
+        source: proposes tokens.
+        target: reads them; `proving` makes its forwards, and proves those that are not proved yet.
+        acceptor: settles what of them becomes text.
+        controller: says how many to draft.
     """
-    started = time.perf_counter()
-    try:
-        _prefill(target, acceptor, texts, metrics, proving)
-        with forwards.decoding(target.model):
-            while _goes_on(texts, target, source):
-                _round(target, source, acceptor, texts, controller, metrics, plan, proving)
-    finally:
-        num_new = [length - texts.num_prompt for length in texts.all_lengths()]
-        metrics.new_tokens += sum(num_new)
-        metrics.steps += max(0, max(num_new) - 1)
-        metrics.total_seconds += time.perf_counter() - started
 
+    plan: Plan
+    texts: Texts
+    source: Guard
+    target: Target
+    proving: Proving
+    acceptor: Walk | Vectorised
+    controller: Controller
+    metrics: Metrics
 
-def _prefill(target: Target, acceptor: Walk | Vectorised, texts: Texts, metrics: Metrics, proving: Proving) -> None:
-    """Read the prompt and commit the first token: before any drafting, as soon as in vanilla."""
-    started = time.perf_counter()
-    with measured(texts.device) as prefill:
-        verified = proving.prefill(texts.together())
-    with forwards.decoding(target.model):
-        acceptor.begin(verified)
-    metrics.prefills += 1
-    metrics.prefill_seconds += prefill.seconds
-    metrics.ttft_seconds += time.perf_counter() - started
+    def write(self) -> None:
+        """Write the texts to their ends."""
+        started = time.perf_counter()
+        try:
+            self._prefill()
+            with forwards.decoding(self.target.model):
+                while self._goes_on():
+                    self._round()
+        finally:
+            num_new = [length - self.texts.num_prompt for length in self.texts.all_lengths()]
+            self.metrics.new_tokens += sum(num_new)
+            self.metrics.steps += max(0, max(num_new) - 1)
+            self.metrics.total_seconds += time.perf_counter() - started
 
+    def _prefill(self) -> None:
+        """Read the prompt and commit the first token: before any drafting, as soon as in vanilla."""
+        started = time.perf_counter()
+        with measured(self.texts.device) as prefill:
+            verified = self.proving.prefill(self.texts.together())
+        with forwards.decoding(self.target.model):
+            self.acceptor.begin(verified)
+        self.metrics.prefills += 1
+        self.metrics.prefill_seconds += prefill.seconds
+        self.metrics.ttft_seconds += time.perf_counter() - started
 
-def _round(
-    target: Target,
-    source: Guard,
-    acceptor: Walk | Vectorised,
-    texts: Texts,
-    controller: Controller,
-    metrics: Metrics,
-    plan: Plan,
-    proving: Proving,
-) -> None:
-    """Draft, verify, accept, commit."""
-    started = time.perf_counter()
-    at_work = [row for row, has_ended in enumerate(texts.has_ended) if not has_ended or plan.pad_id is None]
+    def _round(self) -> None:
+        """Draft, verify, accept, commit."""
+        started = time.perf_counter()
+        at_work = self._at_work()
 
-    why_chains = plan.why_chains or proving.why_chains
-    budget = _budget(target, texts, controller, plan, why_chains is None)
-    with measured(texts.device) as draft_time:
-        draft = source.propose(texts, budget)
-    draft = _verifiable(draft, texts, plan, why_chains, metrics)
-    with measured(texts.device) as verify_time:
-        verified = proving.verify(texts, draft)
-    draft = draft.cut([verified.num_drafted] * draft.num_rows)
-    outcomes = acceptor.settle(draft, verified)
-    target.keep(outcomes)
-    source.read(texts, outcomes)
+        budget = self._budget()
+        with measured(self.texts.device) as draft_time:
+            draft = self._fitted(self.source.propose(self.texts, budget))
+        with measured(self.texts.device) as verify_time:
+            verified = self.proving.verify(self.texts, draft)
+        draft = draft.cut([verified.num_drafted] * draft.num_rows)  # nothing, where a proof has failed
+        outcomes = self.acceptor.settle(draft, verified)
+        self.target.keep(outcomes)
+        self.source.read(self.texts, outcomes)
 
-    round_ = Round(
-        draft,
-        outcomes,
-        verified.num_read,
-        draft_time.seconds,
-        verify_time.seconds - proving.seconds,
-        time.perf_counter() - started - proving.seconds,
-        plan.is_in_step,
-        at_work,
-        source.caught_up,
-        max(draft.lengths[row] for row in at_work),
-    )
-    metrics.count_round(round_, target.problem or budget.why_plain)
-    controller.observe(round_)
+        round_ = Round(
+            draft,
+            outcomes,
+            num_read=verified.num_read,
+            draft_seconds=draft_time.seconds,
+            verify_seconds=verify_time.seconds - self.proving.seconds,
+            seconds=time.perf_counter() - started - self.proving.seconds,
+            is_in_step=self.plan.is_in_step,
+            at_work=at_work,
+            caught_up=self.source.caught_up,
+            num_drafted=max(draft.lengths[row] for row in at_work),
+        )
+        self.metrics.count_round(round_, self.target.problem or budget.why_plain)
+        self.controller.observe(round_)
 
+    def _goes_on(self) -> bool:
+        """Whether some row goes on; rows that have ended by themselves leave target and draft."""
+        rows = [row for row, has_ended in enumerate(self.texts.has_ended) if not has_ended]
+        if isinstance(self.target, RaggedTarget) and 0 < len(rows) < len(self.texts.rows):
+            self.target.select(rows)
+            self.source.select(rows)
+            self.texts.select(rows)
+        return bool(rows)
 
-def _budget(target: Target, texts: Texts, controller: Controller, plan: Plan, allows_trees: bool) -> RoundBudget:
-    """What the round may draft: nothing where nothing can be verified."""
-    if target.problem is not None:
-        return RoundBudget(0, why_plain=target.problem)
-    if plan.is_in_step and not plan.pad_is_readable and any(texts.has_ended):
-        return RoundBudget(0, why_plain="a row that has ended is fed a padding id that the model does not have")
-    budget = controller.next_round(texts.lengths, plan.max_length, target.num_unread)
-    budget.allows_trees = allows_trees
-    return budget
+    def _at_work(self) -> list[int]:
+        """The rows that are written, and not filled up with padding."""
+        return [row for row, ended in enumerate(self.texts.has_ended) if not ended or self.plan.pad_id is None]
 
+    @property
+    def _why_chains(self) -> str | None:
+        return self.plan.why_chains or self.proving.why_chains
 
-def _goes_on(texts: Texts, target: Target, source: Guard) -> bool:
-    """Whether some row goes on; rows that have ended by themselves leave target and draft."""
-    rows = [row for row, has_ended in enumerate(texts.has_ended) if not has_ended]
-    if isinstance(target, RaggedTarget) and 0 < len(rows) < len(texts.rows):
-        target.select(rows)
-        source.select(rows)
-        texts.select(rows)
-    return bool(rows)
+    def _budget(self) -> RoundBudget:
+        """What the round may draft: nothing where nothing can be verified."""
+        if self.target.problem is not None:
+            return RoundBudget(0, why_plain=self.target.problem)
+        if self.plan.is_in_step and not self.plan.pad_is_readable and any(self.texts.has_ended):
+            return RoundBudget(0, why_plain="a row that has ended is fed a padding id that the model does not have")
+        budget = self.controller.next_round(self.texts.lengths, self.plan.max_length, self.target.num_unread)
+        budget.allows_trees = self._why_chains is None
+        return budget
 
-
-def _verifiable(draft: Draft, texts: Texts, plan: Plan, why_chains: str | None, metrics: Metrics) -> Draft:
-    """No draft beyond a text's last token; chains where trees cannot be verified; rows in step alike."""
-    if not draft.num_tokens:
-        return draft
-    limits = [draft.num_tokens] * draft.num_rows
-    if plan.max_length is not None:
-        limits = [max(0, plan.max_length - length - 1) for length in texts.lengths]
-    if draft.parents is not None and why_chains is not None:
-        chains = draft.first_paths()
-        if chains.lengths != draft.lengths:
-            metrics.chain_reasons[why_chains] = 1  # once a call
-        draft = chains
-    if plan.last_draft_id is not None or plan.unverifiable_ids:
-        limits = [min(pair) for pair in zip(limits, _cuts(plan, draft, texts), strict=True)]
-    if plan.is_in_step:
-        return _in_step(draft, limits, texts, plan)
-    return draft.no_deeper(limits)
-
-
-def _in_step(draft: Draft, limits: list[int], texts: Texts, plan: Plan) -> Draft:
-    """Drafts of one length; rows that have ended get the padding that is due."""
-    pad_id = plan.pad_id
-    padded = [row for row, has_ended in enumerate(texts.has_ended) if has_ended and pad_id is not None]
-    others = [row for row in range(draft.num_rows) if row not in padded]
-    most = min(min(draft.lengths[row], limits[row]) for row in others)
-    token_ids = draft.token_ids[:, :most].clone()
-    if pad_id is not None:
-        for row in padded:
-            token_ids[row] = pad_id
-    probs = None if draft.probs is None else draft.probs[:, :most]
-    confidences = draft.confidences[:, :most] if isinstance(draft.confidences, torch.Tensor) else None
-    return Draft(token_ids, probs=probs, confidences=confidences)
-
-
-def _cuts(plan: Plan, draft: Draft, texts: Texts) -> list[int]:
-    """How many tokens of each row's draft can be verified in one forward, by what they are."""
-    cuts = []
-    for row in torch.cat([texts.last([1] * draft.num_rows), draft.token_ids], dim=1).tolist():
-        last = row.index(plan.last_draft_id) if plan.last_draft_id in row else draft.num_tokens
-        bad = next((node for node, token_id in enumerate(row[1:]) if token_id in plan.unverifiable_ids), last)
-        cuts.append(min(last, bad))
-    return cuts
+    def _fitted(self, draft: Draft) -> Draft:
+        """What of a draft can be verified: of a tree its first path, where it must be a chain."""
+        if draft.parents is not None and self._why_chains is not None:
+            chains = draft.first_paths()
+            if chains.lengths != draft.lengths:
+                self.metrics.chain_reasons[self._why_chains] = 1  # once a call
+            draft = chains
+        return fitted(draft, self.texts, self.plan)
