@@ -46,6 +46,7 @@ class Rows:
         num_slots: slots that the cache holds already.
         counts_slots: whether the model takes the distance between slots for a distance in the text, so that
             holes must be closed at once.
+        num_hidden: of each row's text, how many ids are never read.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Rows:
         mask: torch.Tensor | None = None,
         counts_slots: bool = True,
         num_slots: int = 0,
+        num_hidden: Sequence[int] = (),
     ) -> None:
         self.positions = list(positions)
         self._cache = cache
@@ -66,7 +68,7 @@ class Rows:
         self._counts_slots = counts_slots
         self._has_inner_holes = False
         self._num_packs = 0
-        self._hidden: torch.Tensor | None = None
+        self._hidden = torch.tensor(list(num_hidden) or [0] * len(self.positions), device=device)
         # The positions on the device; `None` where all rows have one.
         self._next: torch.Tensor | None = None if self._are_even else torch.tensor(self.positions, device=device)
 
@@ -79,10 +81,8 @@ class Rows:
     def _are_even(self) -> bool:
         return len(set(self.positions)) == 1
 
-    def missing(self, lengths: torch.Tensor, num_hidden: Sequence[int]) -> torch.Tensor:
-        """How many of each row's ids are unread, `[batch]`: of `lengths` `[batch]`, so many of which are never read."""
-        if self._hidden is None:
-            self._hidden = torch.tensor(num_hidden, device=self._device)
+    def missing(self, lengths: torch.Tensor) -> torch.Tensor:
+        """How many ids of texts of these lengths are unread, `[batch]`, on the device."""
         return lengths - self._hidden - self._device_positions()
 
     def open(
@@ -235,7 +235,7 @@ class Rows:
         indices = torch.tensor(rows, device=self._device)
         self._cache.select_rows(indices)
         self._next = None if self._next is None or self._are_even else self._next[indices]
-        self._hidden = None
+        self._hidden = self._hidden[indices]
         if self._mask is not None:
             self._mask = self._mask.index_select(0, indices)
 

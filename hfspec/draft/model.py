@@ -96,7 +96,6 @@ class ModelSession(Session):
         self._processors = [DraftProcessors(context.processors) for context in contexts]
         self._cache = source.empty_cache(contexts[0])
         is_counting = counts_slots(source.model, self._cache) if len(contexts) > 1 else False
-        self._rows = Rows(self._cache, [0] * len(contexts), self._device, counts_slots=is_counting)
         self._stepping_layers = stepping_layers(source.model)
         self._constant_inputs: dict[str, Any] = {
             "use_cache": True,
@@ -109,6 +108,8 @@ class ModelSession(Session):
         self._takes_types = source.takes_token_types and all(each.token_types is not None for each in contexts)
         masks = [inputs.given_mask(each) if self._sees else each.prompt_mask for each in contexts]
         self._visible = [inputs.Visible(mask) for mask in masks]
+        hidden, start = [each.num_hidden for each in self._visible], [0] * len(contexts)
+        self._rows = Rows(self._cache, start, self._device, counts_slots=is_counting, num_hidden=hidden)
         self._num_drafted = 0
         self._num_committed = [0] * len(contexts)
 
@@ -167,7 +168,7 @@ class ModelSession(Session):
         if self._rows.num_slots and max(num_unread) <= texts.num_committed:
             counts = None
             if min(num_unread) < max(num_unread):
-                counts = self._rows.missing(texts.ends(self._device), [each.num_hidden for each in self._visible])
+                counts = self._rows.missing(texts.ends(self._device))
             return self._read(texts.last(num_unread, counts), num_unread, counts)
         width, is_first = max(num_unread), self._rows.num_slots == 0
         unread = [

@@ -1,0 +1,133 @@
+"""How often a round waits for the device: counted on the CPU, by what would have to wait on another."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import hfspec
+from hfspec.loop import Loop
+from tests.models import OnForward, build, noisy, prompts
+
+#: Functions and methods that need on the host what a device has made, or make the host's numbers known to it.
+WAITING = {
+    "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "equal",
+    "nonzero", "masked_select", "tensor", "as_tensor", "is_nonzero", "allclose", "unique",
+}  # fmt: skip
+
+
+class Waits(TorchFunctionMode):
+    """Counts what waits, outside of models' forwards."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.is_on = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if self.is_on and self._waits(name, args):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _waits(name: str, args: Any) -> bool:
+        if name == "__getitem__":
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in indices)
+        if name in ("tensor", "as_tensor"):  # of a tensor it is nothing
+            return not isinstance(args[0], torch.Tensor)
+        is_state = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.uint8
+        return name in WAITING and not is_state  # a generator's state is the host's
+
+
+def waits_by_round(monkeypatch: pytest.MonkeyPatch, num_rows: int, call: dict[str, Any]) -> list[list[str]]:
+    """What waited in each round of a call in which nothing begins or ends."""
+    model, draft = build(attn="sdpa", dtype=torch.float32), copy.deepcopy(noisy(attn="sdpa")).to(torch.float32)
+    waits: Waits = Waits()
+    rounds: list[list[str]] = []
+    honest = Loop._round
+
+    def counted(self: Loop) -> None:
+        waits.seen, before = [], len(self.texts.rows)
+        honest(self)
+        if len(self.texts.rows) == before and not any(self.texts.has_ended):
+            rounds.append(waits.seen)
+
+    monkeypatch.setattr(Loop, "_round", counted)
+    watched = [
+        OnForward(each, lambda *_: setattr(waits, "is_on", False), lambda *_: setattr(waits, "is_on", True))
+        for each in (model, draft)
+    ]
+    lengths = [7] if num_rows == 1 else [7, 3, 9, 5, 8, 4, 6, 7][:num_rows]
+    with hfspec.patched(model, draft, draft_budget=4):
+        model.generate(**prompts(*lengths), **call)  # proves, and makes caches of facts
+        rounds.clear()
+        with waits:
+            model.generate(**prompts(*lengths), **call)
+    for each in watched:
+        each.remove()
+    return rounds[2:]
+
+
+CALLS = {
+    "greedy": {"do_sample": False},
+    "seeded": {"do_sample": True, "temperature": 1.2, "top_k": 20},
+    "with an end": {"do_sample": False, "eos_token_id": [95, 96], "pad_token_id": 0, "suppress_tokens": [95, 96]},
+}
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_round_waits_once(monkeypatch, call, num_rows):
+    """For the verdict; the rest of a round is known to the host, or stays on the device."""
+    rounds = waits_by_round(monkeypatch, num_rows, call | {"max_new_tokens": 60})
+    assert len(rounds) > 4
+    assert [len(seen) for seen in rounds] == [1] * len(rounds), rounds
+
+
+def test_the_counter_counts(monkeypatch):
+    """The control: a processor of somebody's own is served by the walk, which waits for every token."""
+
+    def same(input_ids, scores):
+        return scores
+
+    call = {"do_sample": False, "max_new_tokens": 20, "logits_processor": [same]}
+    assert max(len(seen) for seen in waits_by_round(monkeypatch, 1, call)) > 1
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no device to wait for")
+def test_nothing_else_waits_on_a_device(monkeypatch):
+    """Torch itself finds what synchronises, but for the one copy of a round's verdict."""
+    from hfspec.accept import vectorised
+
+    model, draft = (build(attn="sdpa", dtype=torch.float32).to("cuda") for _ in range(2))
+    honest = vectorised._on_host
+
+    def allowed(**parts):
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return honest(**parts)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(vectorised, "_on_host", allowed)
+    rounds = Loop._round
+    number = 0
+
+    def watched(self):
+        nonlocal number
+        number += 1
+        torch.cuda.set_sync_debug_mode("error" if number > 3 else "default")
+        try:
+            rounds(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    inputs = {name: value.to("cuda") for name, value in prompts(7).items()}
+    with hfspec.patched(model, draft, draft_budget=4):
+        model.generate(**inputs, do_sample=False, max_new_tokens=40)
+        monkeypatch.setattr(Loop, "_round", watched)
+        model.generate(**inputs, do_sample=False, max_new_tokens=40)
