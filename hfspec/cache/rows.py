@@ -15,6 +15,7 @@ import torch
 
 from hfspec.cache.ledger import SpeculativeCache
 from hfspec.cache.rollback import Rollback
+from hfspec.cache.seen import seen_by_nodes
 from hfspec.drafts import Draft
 from hfspec.rounds import Outcomes
 
@@ -138,22 +139,8 @@ class Rows:
         tree, num_rows, width = draft.tree, draft.num_rows, draft.num_tokens + 1
         if tree is None:
             raise ValueError("chains need no tree's mask")
-        before = self._full_mask().bool()
+        seen = seen_by_nodes(tree, self._full_mask().bool(), self._cache.layers)
         position_ids = tree.depths + (self.positions[0] if self._next is None else self._next[:, None])
-        sees = torch.cat([before[:, None].expand(-1, width, -1), tree.ancestors], dim=-1)
-        seen: dict[str, torch.Tensor] = {}
-        for layer in self._cache.layers:
-            kind = "sliding_attention" if layer.is_sliding else "full_attention"
-            if kind in seen:
-                continue
-            first = layer.first_visible(self.num_slots)
-            visible = sees[..., first:]
-            if layer.is_sliding:  # rows of such models are packed: slots are as far apart as positions
-                back = self.num_slots - torch.arange(first, self.num_slots, device=self._device)
-                depths = tree.depths[..., None]
-                back = torch.cat([back.expand(num_rows, width, -1) + depths, depths - tree.depths[:, None]], dim=-1)
-                visible = visible & (back < layer.sliding_window)
-            seen[kind] = visible[:, None]
         self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, width), value=1)
         self._go([width] * num_rows, width)
         self._rollback.num_read += width

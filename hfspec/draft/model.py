@@ -17,12 +17,13 @@ from hfspec.cache.rows import Rows
 from hfspec.draft import inputs
 from hfspec.draft.base import CallView, Context, DraftSession, DraftSource, Session
 from hfspec.draft.choice import DraftChoice
+from hfspec.draft.one_row import OneRow, OwnNoise
 from hfspec.drafts import Draft
 from hfspec.errors import DraftError
 from hfspec.host import architectures, caches, releases
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.host.verdicts import counts_slots, ragged_problem
-from hfspec.rounds import Outcome, Outcomes, RoundBudget
+from hfspec.rounds import Outcomes, RoundBudget
 from hfspec.sampling.processors import DraftProcessors
 from hfspec.texts import Texts
 
@@ -56,7 +57,7 @@ class ModelDraft(DraftSource):
 
     def start(self, context: Context) -> DraftSession:
         """Begin a row by itself, with an empty cache, outside a batch."""
-        return _OneRow(ModelSession(self, CallView([context], _OfOneRow(context))), context)
+        return OneRow(ModelSession(self, CallView([context], OwnNoise(context))))
 
     def start_batch(self, call: CallView) -> Session:
         """Begin rows that share forwards, or each with a cache of its own where they cannot."""
@@ -267,35 +268,6 @@ class ModelSession(Session):
                 raise DraftError(
                     f"the text holds a token id that the draft model (vocabulary of {vocab_size}) does not have"
                 )
-
-
-class _OneRow(DraftSession):
-    """A batch of one as a row's session."""
-
-    def __init__(self, session: Session, context: Context) -> None:
-        self._session = session
-        self._texts: Texts | None = None
-
-    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
-        self._texts = Texts(input_ids)
-        return self._session.propose(self._texts, budget)
-
-    def observe(self, outcome: Outcome) -> None:
-        if self._texts is not None:
-            self._session.read(self._texts, Outcomes((outcome,)))
-
-    def stop(self) -> None:
-        self._session.stop()
-
-
-class _OfOneRow:
-    """A row's own noise, as that of a batch."""
-
-    def __init__(self, context: Context) -> None:
-        self._noise = context.noise
-
-    def peek(self, rows: Sequence[int], position: int, like: torch.Tensor) -> torch.Tensor:
-        return self._noise.peek(like, position)
 
 
 def _checkpoints(model: PreTrainedModel) -> bool:

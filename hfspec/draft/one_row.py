@@ -1,0 +1,43 @@
+"""A session for all rows, in the place of one for a single row."""
+
+from collections.abc import Sequence
+
+import torch
+
+from hfspec.draft.base import Context, DraftSession, Session
+from hfspec.drafts import Draft
+from hfspec.rounds import Outcome, Outcomes, RoundBudget
+from hfspec.texts import Texts
+
+
+class OneRow(DraftSession):
+    """A batch of one as a row's session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._texts: Texts | None = None
+
+    def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
+        """Draft for the row."""
+        self._texts = Texts(input_ids)
+        return self._session.propose(self._texts, budget)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn the verdict."""
+        if self._texts is not None:
+            self._session.read(self._texts, Outcomes((outcome,)))
+
+    def stop(self) -> None:
+        """Stop the batch."""
+        self._session.stop()
+
+
+class OwnNoise:
+    """A row's own noise, as that of a batch."""
+
+    def __init__(self, context: Context) -> None:
+        self._noise = context.noise
+
+    def peek(self, rows: Sequence[int], position: int, like: torch.Tensor) -> torch.Tensor:
+        """See `RowsPeek.peek`."""
+        return self._noise.peek(like, position)
