@@ -15,9 +15,10 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,7 @@ from hfspec.bench.prompts import built_in, encode
 from hfspec.budget.controller import Controller
 from hfspec.budget.experience import Experience
 from hfspec.drafts import Draft
-from hfspec.rounds import Outcome, Outcomes, Round
+from hfspec.rounds import Outcome, Outcomes, Round, RoundBudget
 from hfspec.weights.packaged import DEFAULT_DRAFT, DEFAULT_TARGET
 
 FIXED = (1, 2, 3, 5, 8, 16)
@@ -55,15 +56,23 @@ class Prices:
     """In target forwards over one token: one draft token, one more token in a forward, the draft reading a prompt.
 
     A batch's rows share forwards: each makes them wider. Their prompts are read one by one.
+
+    Attributes:
+        widths: instead of `wider`, what forwards over some numbers of tokens were measured to cost.
+        reads_confidence: whether the host can see it during a round.
     """
 
     draft: float
     wider: float
     reading: float
     rows: int = 1
+    widths: tuple[tuple[int, float], ...] = ()
+    reads_confidence: bool = True
 
     def verify(self, num_tokens: int) -> float:
         """One target forward over so many tokens, those of all rows."""
+        if self.widths:
+            return float(numpy.interp(num_tokens, *zip(*self.widths, strict=True)))
         return 1 + self.wider * (num_tokens - 1)
 
     def drafting(self, num_drafted: int, num_rows: int) -> float:
@@ -81,6 +90,43 @@ PRICES = (
     Prices(draft=0.25, wider=0.06, reading=2.0, rows=8),
     Prices(draft=0.2, wider=0.005, reading=0.5, rows=8),  # much wider hardware
 )
+
+#: Kinds of machine, as measured: forwards that cost in steps, or hardly more the wider they are.
+AVX2 = ((1, 1.0), (2, 2.17), (4, 3.67), (5, 3.83), (13, 4.42), (21, 4.33))
+AVX512 = ((1, 1.0), (2, 1.07), (3, 1.12), (4, 1.98), (10, 3.66), (17, 2.56))
+AMX = ((1, 1.0), (8, 1.05), (16, 1.12), (32, 1.19))
+MACHINES = {
+    "AVX2": Prices(draft=0.08, wider=0, reading=1.0, widths=AVX2),
+    "AVX2, dear draft": Prices(draft=0.35, wider=0, reading=2.0, widths=AVX2),
+    "AVX512": Prices(draft=0.16, wider=0, reading=1.0, widths=AVX512),
+    "AMX": Prices(draft=0.3, wider=0, reading=0.5, widths=AMX),
+    "GPU, captured": Prices(draft=0.25, wider=0, reading=0.1, reads_confidence=False),
+    "GPU, eager": Prices(draft=0.9, wider=0, reading=0.5, reads_confidence=False),
+}
+#: Kinds of draft: which share of the recorded ones is made wrong (below 0: of the wrong ones, right), and whether it is
+#: as sure of these as of the others.
+DRAFTS = {
+    "very good": (-0.8, False),
+    "good": (0.0, False),
+    "medium": (0.25, False),
+    "bad": (0.85, False),
+    "bad and sure": (0.85, True),
+}
+
+
+class HuggingFace:
+    """What assisted generation does by default: 20 tokens, fewer behind one it is less sure of than 0.4."""
+
+    class _Budget(RoundBudget):
+        def allows_another(self, *confidences: float) -> bool:
+            return max(confidences) >= 0.4
+
+    def next_round(self, lengths: Sequence[int], max_length: int) -> RoundBudget:
+        """As `Controller.next_round`."""
+        return self._Budget(max(0, min(20, max_length - min(lengths) - 1)), reads_confidence=True)
+
+    def observe(self, round_: Round) -> None:
+        """Nothing is learned."""
 
 
 def record(num_tokens: int) -> list[Text]:
@@ -141,14 +187,20 @@ class Row:
 
 
 def speedup(
-    texts: Sequence[Text], experience: Experience, prices: Prices, budget: DraftBudget, machine: Machine | None = None
+    texts: Sequence[Text],
+    experience: Experience,
+    prices: Prices,
+    budget: DraftBudget,
+    machine: Machine | None = None,
+    controller: Controller | HuggingFace | None = None,
 ) -> float:
     """Against plain decoding of the same batch; what is learned stays in `experience`.
 
     Args:
         machine: on which the controller sees longer times; what counts are the usual ones.
+        controller: instead of one that chooses by `budget`.
     """
-    controller = Controller(budget, experience, reads_confidence=True, num_rows=len(texts))
+    controller = controller or Controller(budget, experience, prices.reads_confidence, num_rows=len(texts))
     longest = max(len(text.is_drafted) for text in texts)
     rows, total, has_read = [Row(text) for text in texts], 0.0, False
     while at_work := [row for row in rows if row.num_left]:
@@ -211,7 +263,41 @@ def table(texts: Sequence[Text]) -> Table:
         chosen = replay(texts, prices, DraftBudget())
         busy = replay(texts, prices, DraftBudget(), is_busy=True)
         cells = [*map(statistics.geometric_mean, (*fixed, chosen)), min(chosen), statistics.geometric_mean(busy)]
-        shown.add_row(*map(str, asdict(prices).values()), *(f"{cell:.2f}×" for cell in cells))
+        costs = (prices.draft, prices.wider, prices.reading, prices.rows)
+        shown.add_row(*map(str, costs), *(f"{cell:.2f}×" for cell in cells))
+    return shown
+
+
+def weakened(texts: Sequence[Text], share: float, is_sure: bool) -> list[Text]:
+    """The same texts by a draft that gets so large a share more wrong, and mostly knows unless it `is_sure`."""
+    chance, found = random.Random(0), []
+    for text in texts:
+        text = replace(text, is_drafted=[right or chance.random() < -share for right in text.is_drafted])
+        is_wrong = [chance.random() < share for _ in text.is_drafted]
+        unsure = [chance.uniform(0.2, 0.9) if wrong and not is_sure else 1.0 for wrong in is_wrong]
+        drafted = [right and not wrong for right, wrong in zip(text.is_drafted, is_wrong, strict=True)]
+        confidences = [sure * factor for sure, factor in zip(text.confidences, unsure, strict=True)]
+        found.append(replace(text, is_drafted=drafted, confidences=confidences))
+    return found
+
+
+def machines(texts: Sequence[Text]) -> Table:
+    """On each machine, with each draft: a pair's first call, and its worst; later calls; and what others make of it."""
+    names = ("first call", "worst", "later calls", "worst", "best fixed", "its length", "Hugging Face")
+    shown, auto = Table("machine", "draft", *names), DraftBudget()
+    for machine, prices in MACHINES.items():
+        for draft, kind in DRAFTS.items():
+            weak = weakened(texts, *kind)
+            first = [speedup([text], Experience(), prices, auto) for text in weak]
+            later, fixed = replay(weak, prices, auto, orders=2)[1:], {0: 1.0}
+            for length in FIXED:
+                budget = DraftBudget(max_tokens=length, policy="fixed")
+                fixed[length] = statistics.geometric_mean(replay(weak, prices, budget, orders=1))
+            best = max(fixed, key=lambda length: fixed[length])
+            host = [speedup([text], Experience(), prices, auto, controller=HuggingFace()) for text in weak]
+            cells = [statistics.geometric_mean(first), min(first), statistics.geometric_mean(later), min(later)]
+            told = (*(f"{cell:.2f}×" for cell in (*cells, fixed[best])), str(best))
+            shown.add_row(machine, draft, *told, f"{statistics.geometric_mean(host):.2f}×")
     return shown
 
 
@@ -236,7 +322,8 @@ def main() -> None:
         options.path.write_text(
             json.dumps({"conditions": conditions, "texts": [asdict(each) for each in texts]}) + "\n"
         )
-    Console(width=160).print(table(read(options.path)))
+    texts = read(options.path)
+    Console(width=160).print(table(texts), machines(texts))
 
 
 if __name__ == "__main__":
