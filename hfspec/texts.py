@@ -85,8 +85,6 @@ class Texts:
         most = max(counts)
         if self.are_even and min(counts) == most:
             return self._buffer[:, self.lengths[0] - most : self.lengths[0]]
-        if len(self.lengths) == 1:
-            return self.of(0)[:, -most:]
         if min(counts) == most:
             first = self._device_ends()[:, None] - most
         else:
