@@ -3,6 +3,7 @@
 Knows nothing of models and drafts.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -39,6 +40,15 @@ class Texts:
         self._buffer[:, : self.num_prompt] = prompts
         # Where each row goes on, on the device; rows of one length need none.
         self._ends: torch.Tensor | None = None
+
+    def copy(self) -> "Texts":
+        """The same, for somebody who may write into it."""
+        twin = copy.copy(self)
+        twin.lengths, twin.rows, twin.has_ended = [*self.lengths], [*self.rows], [*self.has_ended]
+        twin._finished = {row: text.clone() for row, text in self._finished.items()}
+        twin._buffer = self._buffer.clone()
+        twin._ends = None if self._ends is None else self._ends.clone()
+        return twin
 
     @property
     def device(self) -> torch.device:

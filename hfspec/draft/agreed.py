@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfspec.draft.base import CallView, Context, DraftSource, Session
+from hfspec.draft.foreign import trusted
 from hfspec.drafts import Draft
 from hfspec.errors import DraftError
 from hfspec.host import architectures
@@ -38,7 +39,7 @@ class Agreed(DraftSource):
 
     def start_batch(self, call: CallView) -> Session:
         """Begin; what fails is told at the next `propose`, to which all processes come."""
-        return _AgreedSession(lambda: self._source.start_batch(call), self._any_of)
+        return _AgreedSession(lambda: trusted(self._source.start_batch(call), call), self._any_of)
 
 
 class _AgreedSession(Session):

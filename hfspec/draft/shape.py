@@ -35,13 +35,24 @@ def checked(draft: object, num_rows: int, max_tokens: int, vocab_size: int, devi
     _check_parents(draft.parents, ids)
     if draft.probs is not None:
         _check_probs(draft.probs, is_node, (*ids.shape, vocab_size))
-    return draft if num_rows == 1 else draft.cut(is_node.sum(dim=1).tolist())
+    lengths = _checked_lengths(draft.lengths, ids)
+    counts = is_node.sum(dim=1).tolist() if num_rows > 1 else lengths
+    whole = Draft(ids, draft.parents, draft.probs, draft.confidences)  # with a depth that holds
+    return whole.cut([min(pair) for pair in zip(lengths, counts, strict=True)])
+
+
+def _checked_lengths(lengths: Any, ids: torch.Tensor) -> list[int]:
+    num_rows, num_nodes = ids.shape
+    found = list(lengths) if isinstance(lengths, list | tuple) else []
+    if len(found) != num_rows or not all(isinstance(each, int) and 0 <= each <= num_nodes for each in found):
+        raise DraftError(f"its lengths {lengths} are no {num_rows} numbers from 0 to {num_nodes}, one a row")
+    return found
 
 
 def _check_confidences(confidences: Any, ids: torch.Tensor) -> None:
     if confidences is None:
         return
-    if not isinstance(confidences, torch.Tensor) or not bool(confidences.isfinite().all()):
+    if not isinstance(confidences, torch.Tensor) or confidences.is_complex() or not bool(confidences.isfinite().all()):
         raise DraftError(f"its confidences {confidences} are not finite numbers")
     if confidences.shape != ids.shape:
         raise DraftError(f"it proposed ids of shape {list(ids.shape)} with confidences of {list(confidences.shape)}")
@@ -51,7 +62,9 @@ def _check_parents(parents: Any, ids: torch.Tensor) -> None:
     if parents is None:
         return
     if not isinstance(parents, torch.Tensor) or parents.shape != ids.shape or parents.dtype != torch.long:
-        raise DraftError("its parents are no [1, num_tokens] int64 tensor: one index for each token, -1 for the root")
+        raise DraftError(f"its parents are no {list(ids.shape)} int64 tensor: an index for each token, -1 for the root")
+    if parents.device != ids.device:
+        raise DraftError(f"its parents are on {parents.device}; its ids are on {ids.device}")
     own = torch.arange(ids.shape[1], device=parents.device)
     if not bool(((parents >= -1) & (parents < own)).all()):
         raise DraftError("a node's parent must be -1 (the root) or a node before it")

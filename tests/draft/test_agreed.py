@@ -1,14 +1,15 @@
 """Tensor parallel: all processes make the same forwards, also when the draft fails in one of them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 import hfspec
-from hfspec import Draft
+from hfspec import Draft, Outcomes, RoundBudget, Texts
 from hfspec.draft.agreed import Agreed
+from hfspec.draft.base import Session
 from tests.models import FunctionSource, build, plain_text, prompt, rows
 
 NEW = {"max_new_tokens": 12}
@@ -29,7 +30,23 @@ def processes(number: int) -> list[Callable[[bool], bool]]:
     return [lambda flag, rank=rank: any_of(rank, flag) for rank in range(number)]
 
 
-@pytest.mark.parametrize("failing", ["propose", "observe", "start", "nothing"])
+class Rubbish(Session):
+    """A batched session of somebody's own."""
+
+    def propose(self, texts: Texts, budget: RoundBudget) -> Draft:
+        return Draft(torch.full((len(texts.rows), 1), 10**6))
+
+    def read(self, texts: Texts, outcomes: Outcomes) -> None:
+        """Nothing to learn."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Nothing to forget."""
+
+    def stop(self) -> None:
+        """Nothing to release."""
+
+
+@pytest.mark.parametrize("failing", ["propose", "observe", "start", "rubbish", "nothing"])
 def test_a_failure_in_one_process_ends_drafting_in_all(failing):
     """Both make as many rounds of as many tokens, to the end, and the text is vanilla's."""
     ranks = processes(2)
@@ -47,6 +64,9 @@ def test_a_failure_in_one_process_ends_drafting_in_all(failing):
             if failing == "observe" and self.rank == 1:
                 session.observe = self.fail
             return session
+
+        def start_batch(self, call):
+            return Rubbish() if failing == "rubbish" and self.rank == 1 else super().start_batch(call)
 
         def fail(self, *_):
             raise RuntimeError("this rank alone")
@@ -79,4 +99,4 @@ def test_a_failure_in_one_process_ends_drafting_in_all(failing):
         assert reasons == [None, None]
     else:
         assert "another of the processes" in reasons[0]
-        assert "this rank alone" in reasons[1]
+        assert ("vocabulary" if failing == "rubbish" else "this rank alone") in reasons[1]

@@ -297,6 +297,16 @@ RUBBISH: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no confidences": (lambda draft: Draft(draft.token_ids, confidences=None), ""),
     "parents before the root": (lambda draft: replace(draft, parents=draft.token_ids * 0 - 2), "parent"),
     "parents behind their nodes": (lambda draft: replace(draft, parents=draft.token_ids * 0 + 1), "parent"),
+    "lengths beyond the ids": (lambda draft: replace(draft, lengths=(99,) * draft.num_rows), "lengths"),
+    "negative lengths": (lambda draft: replace(draft, lengths=(-1,) * draft.num_rows), "lengths"),
+    "words as lengths": (lambda draft: replace(draft, lengths=("a",) * draft.num_rows), "lengths"),
+    "a number as lengths": (lambda draft: replace(draft, lengths=2), "lengths"),
+    "lengths of more rows": (lambda draft: replace(draft, lengths=(2,) * (draft.num_rows + 1)), "lengths"),
+    "lengths below the ids": (lambda draft: replace(draft, lengths=(1,) * draft.num_rows), ""),
+    "another depth": (lambda draft: replace(draft, depth=-3), ""),
+    "a word as depth": (lambda draft: replace(draft, parents=draft.token_ids * 0 - 1, depth="deep"), ""),
+    "complex confidences": (lambda draft: replace(draft, confidences=draft.token_ids * 1j), "confidences"),
+    "parents elsewhere": (lambda draft: replace(draft, parents=draft.token_ids.to("meta")), "parents"),
     "one parent": (lambda draft: replace(draft, parents=draft.token_ids[:, :1] * 0 - 1), "parents"),
 }
 
@@ -342,6 +352,50 @@ COUNTS: dict[str, Callable[[Draft], Any]] = {
 def test_a_batch_session_with_a_wrong_number_of_drafts(kind, num_rows):
     """There is one draft for each row, or no drafting any more."""
     check_fault("propose", 2, COUNTS[kind], num_rows, is_batch=True, word="the draft source stopped")
+
+
+#: What a session may do to the texts that it is shown.
+WRITES: dict[str, Callable[[Texts], Any]] = {
+    "into a text": lambda texts: texts.of(0).fill_(3),
+    "into what comes last": lambda texts: texts.last([2] * len(texts.rows)).fill_(3),
+    "a token more": lambda texts: texts.append(torch.full((len(texts.rows),), 3)),
+    "no lengths": lambda texts: texts.lengths.clear(),
+    "into the ends": lambda texts: texts.ends(texts.device).fill_(0),
+    "all ended": lambda texts: texts.has_ended.__setitem__(0, True),
+    "fewer rows": lambda texts: texts.select([0]),
+}
+
+
+@pytest.mark.parametrize("method", ["propose", "read"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_session_may_do_to_texts_what_it_likes(num_rows, write, method):
+    """What it is shown is a copy: the call's own text goes on as vanilla's."""
+
+    class Writes(_AllRows):
+        def propose(self, texts: Texts, budget: RoundBudget) -> Any:
+            draft = super().propose(texts, budget)
+            if self.is_writing and len(self.rows) > 1:  # rows that differ in length
+                draft.token_ids[0] = 0
+            return self.written(texts, draft, "propose")
+
+        def read(self, texts: Texts, outcomes: Outcomes) -> None:
+            super().read(texts, outcomes)
+            self.written(texts, None, "read")
+
+        def written(self, texts: Texts, result: Any, where: str) -> Any:
+            if self.is_writing and where == method:
+                WRITES[write](texts)
+            return result
+
+        is_writing = False
+
+    def fault(right: _AllRows) -> Writes:
+        session = Writes(right.source, right.rows)
+        session.is_writing = True
+        return session
+
+    check_fault("start", 1, fault, num_rows, is_batch=True)
 
 
 @pytest.mark.parametrize("count", [None, "many", NAN, -(10**9)], ids=str)
