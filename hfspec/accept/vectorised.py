@@ -4,7 +4,7 @@ For built-in processors and criteria, which keep nothing and look at each row by
 from what the host has read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,8 @@ class Vectorised:
         settled = self._agreed(outcomes)
         if settled is None:  # another thread has drawn meanwhile
             return self.settle(draft, verified)
+        if self._is_in_step and ends is not None and settled is not outcomes:
+            settled = self._with_ends(settled, ends)
         self._over = has_ended if settled is outcomes else None
         self._write(settled, tokens, verified, scores)
         if self._error is not None:
@@ -182,6 +184,14 @@ class Vectorised:
                 self._error = error
                 return outcomes.cut(index + 1)
         return outcomes
+
+    def _with_ends(self, outcomes: Outcomes, over: torch.Tensor) -> Outcomes:
+        """Of outcomes that were cut, those with the ends of rows in step; a token that raised an error ends none."""
+        num_tokens = outcomes.num_committed[0] - (self._error is not None)
+        if not num_tokens:
+            return outcomes
+        ended = over[:, num_tokens - 1].tolist()
+        return Outcomes(tuple(replace(each, has_ended=has) for each, has in zip(outcomes.rows, ended, strict=True)))
 
     def _write(self, outcomes: Outcomes, tokens: torch.Tensor, verified: Verified, scores: Any) -> None:
         rows = list(self._texts.rows)

@@ -1,12 +1,18 @@
 """All states at once come to what the walk comes to: verdicts, texts, random numbers, records, streams."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
@@ -17,7 +23,7 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, GenerationConfig
 from transformers.utils import ModelOutput
 
-from hfspec import Draft
+from hfspec import Draft, Texts
 from hfspec.accept.processing import Processing
 from hfspec.accept.record import Record
 from hfspec.accept.rules import Greedy, Seeded
@@ -33,12 +39,21 @@ PROCESSORS = {
     "none": [],
     "token-blind": [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)],
     "looking at the text": [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2)],
+    "until a length": [MinLengthLogitsProcessor(13, EOS)],
     "both": [RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(1.2)],
 }
 ENDS = {
     "length": list,
     "tokens": lambda: [EosTokenCriteria(EOS)],
     "strings": lambda: [StopStringCriteria(char_tokenizer(), ["a", "bc", "xyz"])],
+    "tokens and strings": lambda: [EosTokenCriteria(EOS), StopStringCriteria(char_tokenizer(), ["a", "bc", "xyz"])],
+}
+SHAPES = {
+    "a chain": (1, False, False),
+    "a tree": (1, True, False),
+    "chains": (4, False, False),
+    "trees": (4, True, False),
+    "chains in step": (4, False, True),
 }
 
 
@@ -54,50 +69,87 @@ class Streamed:
             raise ConnectionError
 
 
-def settled(is_vectorised, texts, draft, logits, processors, ends, is_seeded, is_in_step, raises_at=None, ended=()):
-    """One round over copies of everything; all that comes of it."""
-    texts = uneven([text.clone() for text in texts])
-    texts.num_prompt = 0
-    for row in ended:
-        texts.has_ended[row] = True
-    num_rows = draft.num_rows
-    torch.manual_seed(7)
-    rule = Seeded(BatchNoise(num_rows)) if is_seeded else Greedy()
-    streamer = None if raises_at is None else Streamed(raises_at)
-    config = GenerationConfig(return_dict_in_generate=True, output_scores=True, output_logits=True)
-    record = Record(config if num_rows == 1 or is_in_step else GenerationConfig())
-    each = [LogitsProcessorList(PROCESSORS[processors])] * (1 if is_in_step else num_rows)
-    criteria = StoppingCriteriaList([MaxLengthCriteria(40), *ENDS[ends]()])
-    pad_id = PAD if ends == "tokens" and is_in_step else None
-    acceptor = Walk(texts, rule, each, criteria, record, is_in_step, pad_id, streamer)
-    if is_vectorised:
-        processing = Processing(texts, each, is_in_step)
-        acceptor = Vectorised(acceptor, texts, rule, processing, criteria, record, is_in_step, pad_id, streamer)
-    try:
-        verdicts = [
-            (each.num_judged, each.num_accepted, each.token_ids, each.has_ended)
-            for each in acceptor.settle(draft, verified(logits))
-        ]
-    except (ConnectionError, RuntimeError) as error:
-        verdicts = type(error)
-    scores = str([each.tolist() for each in record.scores or ()])  # nan equals nan there
-    seen = None if streamer is None else streamer.seen
-    return verdicts, texts.whole(PAD).tolist(), texts.has_ended, torch.get_rng_state().tolist(), scores, seen
+@dataclass(frozen=True)
+class Case:
+    """One round to settle: texts, logits, a draft as the loop lets it through, and the call they belong to."""
+
+    texts: Sequence[torch.Tensor]
+    logits: torch.Tensor
+    draft: Draft
+    max_length: int
+    is_in_step: bool
+    is_seeded: bool
+    processors: str = "none"
+    ends: str = "length"
+    ended: Sequence[int] = ()
+    raises_at: int | None = None
+
+    @property
+    def pad_id(self) -> int | None:
+        return PAD if self.is_in_step and "tokens" in self.ends else None
+
+    @property
+    def may_stream(self) -> bool:
+        return self.is_in_step or len(self.texts) == 1
+
+    def acceptor(
+        self, is_vectorised: bool, noise: BatchNoise
+    ) -> tuple[Texts, Record, Streamed | None, Walk | Vectorised]:
+        texts = uneven([text.clone() for text in self.texts])
+        for row in self.ended:
+            texts.has_ended[row] = True
+        num_rows = len(self.texts)
+        rule = Seeded(noise) if self.is_seeded else Greedy()
+        streamer = None if self.raises_at is None else Streamed(self.raises_at)
+        config = GenerationConfig(return_dict_in_generate=True, output_scores=True, output_logits=True)
+        record = Record(config if self.may_stream else GenerationConfig())
+        each = [LogitsProcessorList(PROCESSORS[self.processors])] * (1 if self.is_in_step else num_rows)
+        criteria = StoppingCriteriaList([MaxLengthCriteria(self.max_length), *ENDS[self.ends]()])
+        shared = (criteria, record, self.is_in_step, self.pad_id, streamer)
+        acceptor = Walk(texts, rule, each, *shared)
+        if is_vectorised:
+            acceptor = Vectorised(acceptor, texts, rule, Processing(texts, each, self.is_in_step), *shared)
+        return texts, record, streamer, acceptor
+
+    def settled(self, is_vectorised: bool, noise: BatchNoise | None = None, num_before: int = 0) -> tuple[Any, ...]:
+        """Settle it over copies of everything, after so many random numbers; all that comes of it."""
+        noise = noise or BatchNoise(len(self.texts))
+        texts, record, streamer, acceptor = self.acceptor(is_vectorised, noise)
+        torch.manual_seed(7)
+        torch.rand(num_before)
+        verified = Verified(self.logits.clone(), ModelOutput(), num_read=self.logits.shape[1])
+        try:
+            outcomes = acceptor.settle(self.draft, verified)
+            verdicts = [(each.num_judged, each.path, each.token_ids, each.has_ended) for each in outcomes]
+            assert outcomes.num_committed_on(torch.device("cpu")).tolist() == outcomes.num_committed
+        except (ConnectionError, RuntimeError) as error:
+            verdicts = (type(error), str(error))
+        written = [texts.ids(row, 0) for row in range(len(self.texts))]
+        scores = str([[each.tolist() for each in kept or ()] for kept in (record.scores, record._logits)])  # nan is nan
+        seen = None if streamer is None else streamer.seen
+        return verdicts, written, texts.has_ended, torch.get_rng_state().tolist(), scores, seen
 
 
-def verified(logits):
-    return Verified(logits, ModelOutput(), num_read=logits.shape[1])
+def assert_alike(case: Case) -> tuple[Any, ...]:
+    """What the walk does with it, which is what the other does."""
+    expected = case.settled(False)
+    assert case.settled(True) == expected
+    return expected
 
 
-def drawn(seed, num_rows, is_tree, is_in_step):
-    """Texts, logits and a draft that follows the likeliest tokens for a while, siblings and all."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    texts = [prompt(9 if is_in_step else 8 + rng.randrange(5), seed=seed + row) for row in range(num_rows)]
-    num_nodes = rng.randrange(0, 9)
+def drawn(rng: random.Random, shape: str, bad: float | None = None, **call: Any) -> Case:
+    """Texts, logits and a draft that follows the likeliest tokens for a while, siblings with one token among them."""
+    num_rows, is_tree, is_in_step = SHAPES[shape]
+    ends = call.get("ends", "length")
+    torch.manual_seed(rng.randrange(1 << 30))
+    lengths = [rng.randrange(2, 13)] * num_rows if is_in_step else [rng.randrange(2, 13) for _ in range(num_rows)]
+    texts = [prompt(length, seed=rng.randrange(1 << 30)) for length in lengths]
+    num_nodes = rng.randrange(0, 17)
     logits = 3 * torch.randn(num_rows, 1 + num_nodes, VOCAB)
-    if rng.random() < 0.5:  # ends come up
-        logits[:, rng.randrange(1 + num_nodes), EOS[0]] = 50.0
+    for _ in range(rng.randrange(3)):  # ends come up
+        logits[rng.randrange(num_rows), rng.randrange(1 + num_nodes), rng.choice([*EOS, 67])] = 50.0
+    if bad is not None:
+        logits[rng.randrange(num_rows), rng.randrange(1 + num_nodes)] = bad
     ids = torch.empty(num_rows, num_nodes, dtype=torch.long)
     parents = torch.empty(num_rows, num_nodes, dtype=torch.long)
     for row in range(num_rows):
@@ -105,69 +157,102 @@ def drawn(seed, num_rows, is_tree, is_in_step):
         paths = [()]
         for node in range(num_nodes):
             parent = rng.randrange(-1, node) if is_tree else node - 1
+            if is_tree and rng.random() < 0.5:
+                parent = node - 1  # deep ones too
             parents[row, node] = parent
-            is_right = rng.random() < 0.8
+            is_right = rng.random() < 0.85
             ids[row, node] = int(logits[row, parent + 1].argmax()) if is_right else rng.randrange(5, VOCAB)
             paths.append((*paths[parent + 1], int(ids[row, node])))
             logits[row, node + 1] = logits[row, states.setdefault(paths[-1], node + 1)]
-    lengths = [num_nodes] * num_rows
+    ended = [row for row in range(num_rows) if is_in_step and ends != "length" and rng.random() < 0.2][1:]
+    if "tokens" in ends:
+        ids[ended] = PAD
+    draft = Draft(ids, parents if is_tree and num_nodes else None)
     if not is_in_step:
-        lengths = [rng.randrange(num_nodes + 1) for _ in range(num_rows)]
-        lengths[rng.randrange(num_rows)] = num_nodes
-    return texts, logits, Draft(ids, parents if is_tree and num_nodes else None).cut(lengths)
+        sizes = [rng.randrange(num_nodes + 1) for _ in range(num_rows)]
+        sizes[rng.randrange(num_rows)] = num_nodes
+        draft = draft.cut(sizes)
+    max_length = max(lengths) + 1 + rng.randrange(20)
+    limits = [max_length - length - 1 for length in lengths]
+    draft = draft.no_deeper([min(limits)] * num_rows if is_in_step else limits)
+    logits = logits[:, : 1 + draft.num_tokens]
+    return Case(texts, logits, draft, max_length, is_in_step, ended=ended, **call)
 
 
-@pytest.mark.parametrize("is_seeded", [False, True], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("processors", PROCESSORS)
-@pytest.mark.parametrize(
-    ("num_rows", "is_tree", "is_in_step"),
-    [(1, False, False), (1, True, False), (4, False, False), (4, True, False), (4, False, True)],
-    ids=["a chain", "a tree", "chains", "trees", "chains in step"],
+any_case = given(
+    rng=st.randoms(use_true_random=True),
+    processors=st.sampled_from(list(PROCESSORS)),
+    ends=st.sampled_from(list(ENDS)),
+    is_seeded=st.booleans(),
 )
-def test_all_at_once_is_what_the_walk_does(num_rows, is_tree, is_in_step, processors, ends, is_seeded):
+each_shape = pytest.mark.parametrize("shape", SHAPES)
+streaming_shapes = pytest.mark.parametrize("shape", ["a chain", "a tree", "chains in step"])
+
+
+@each_shape
+@any_case
+def test_all_at_once_is_what_the_walk_does(shape, rng, processors, ends, is_seeded):
     """For random texts, logits and drafts; rows in step may have ended before."""
-    for seed in range(12):
-        texts, logits, draft = drawn(seed, num_rows, is_tree, is_in_step)
-        ended = [seed % 4] if is_in_step and ends == "tokens" and seed % 3 == 0 else []
-        call = (texts, draft, logits, processors, ends, is_seeded, is_in_step, None, ended)
-        assert settled(True, *call) == settled(False, *call), seed
+    assert_alike(drawn(rng, shape, processors=processors, ends=ends, is_seeded=is_seeded))
 
 
-@pytest.mark.parametrize("is_seeded", [False, True], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("raises_at", [1, 2, 4])
-def test_a_streamer_that_raises_ends_both_alike(raises_at, is_seeded):
-    """The tokens before it are committed and drawn, and no more."""
-    for seed in range(8):
-        texts, logits, draft = drawn(seed, 1, False, False)
-        call = (texts, draft, logits, "none", "length", is_seeded, False, raises_at)
-        assert settled(True, *call) == settled(False, *call), seed
+@streaming_shapes
+@any_case
+def test_a_streamer_sees_the_same(shape, rng, processors, ends, is_seeded):
+    """Also where it raises: the tokens before are committed and drawn, and no more."""
+    raises_at = rng.choice([0, 1, 2, 3, 4, 8])
+    call = {"processors": processors, "ends": ends, "is_seeded": is_seeded, "raises_at": raises_at}
+    verdicts, *_, seen = assert_alike(drawn(rng, shape, **call))
+    assert (verdicts[0] is ConnectionError) == (len(seen) == raises_at)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_state_without_a_distribution_gets_vanillas_error(bad):
-    """Where the path comes to it; the tokens before are committed."""
-    for seed in range(8):
-        texts, logits, draft = drawn(seed, 1, False, False)
-        logits[:, draft.num_tokens // 2] = bad
-        call = (texts, draft, logits, "none", "length", True, False)
-        assert settled(True, *call) == settled(False, *call), seed
+@each_shape
+@any_case
+def test_a_state_without_a_distribution_gets_vanillas_error(shape, rng, processors, ends, is_seeded):
+    """Where the path comes to it, after the tokens before it; greedy takes it as it comes."""
+    bad = rng.choice([float("nan"), float("inf"), -float("inf")])
+    assert_alike(drawn(rng, shape, bad, processors=processors, ends=ends, is_seeded=is_seeded))
 
 
-def test_draws_of_other_threads_are_seen(monkeypatch):
-    """Where noise was drawn between the look and the choice, the round is settled anew, with the noise there is."""
-    texts, logits, draft = drawn(3, 1, False, False)
-    call = (texts, draft, logits, "none", "length", True, False)
-    honest, refused = BatchNoise.advance, []
+class Busy(BatchNoise):
+    """Another thread draws once, just before draws are made for the `nth` time."""
 
-    def late(self, rows, nums):
-        if not refused:
-            refused.append(rows)
-            self._forget_ahead()
-            return False
-        return honest(self, rows, nums)
+    def __init__(self, num_rows: int, nth: int) -> None:
+        super().__init__(num_rows)
+        self.nth = nth
 
-    expected = settled(True, *call)
-    monkeypatch.setattr(BatchNoise, "advance", late)
-    assert settled(True, *call) == expected
-    assert refused
+    def advance(self, rows: Sequence[int], nums: Sequence[int]) -> bool:
+        self.nth -= 1
+        if self.nth == 0:
+            torch.rand(3)
+        return super().advance(rows, nums)
+
+
+@each_shape
+@any_case
+def test_draws_of_other_threads_are_seen(shape, rng, processors, ends, is_seeded):
+    """Noise drawn between the look and the choice: the round is settled anew, with the noise there is."""
+    case = drawn(rng, shape, processors=processors, ends=ends, is_seeded=True)
+    noise = Busy(len(case.texts), nth=1)
+    settled = case.settled(True, noise)
+    was_asked = noise.nth < 1  # not by the walk, which does short texts with stop strings
+    assert settled == case.settled(False, num_before=3 if was_asked else 0)
+    assert was_asked or "strings" in ends
+
+
+@streaming_shapes
+@any_case
+def test_tokens_that_were_streamed_stay_where_another_thread_draws(shape, rng, processors, ends, is_seeded):
+    """The round ends with them, as if the draft went no further, rows in step that have ended by then included."""
+    case = drawn(rng, shape, processors=processors, ends=ends, is_seeded=True, raises_at=0)
+    num_streamed, num_rows = rng.randrange(1, 5), len(case.texts)
+    noise = Busy(num_rows, nth=num_streamed + 1)
+    verdicts, written, has_ended, state, *noted = case.settled(True, noise)
+    if noise.nth > 0:  # nobody was in between
+        assert (verdicts, written, has_ended, state, *noted) == case.settled(False)
+        return
+    cut = replace(case, draft=case.draft.no_deeper([num_streamed - 1] * num_rows))
+    walked, *expected, _, scores, seen = cut.settled(False)
+    torch.rand(3)
+    assert [each[2:] for each in verdicts] == [each[2:] for each in walked]
+    assert [written, has_ended, state, *noted] == [*expected, torch.get_rng_state().tolist(), scores, seen]
