@@ -141,7 +141,8 @@ class RaggedTarget(Target):
         if self._template is None:
             kwargs = forwards.with_slots(self.model, self._model_kwargs, mask, position_ids, num_slots)
             inputs = forwards.prepare_last(self.model, input_ids, input_ids.shape[1], kwargs)
-            if forwards.prepares_simply(self.model, self._model_kwargs):
+            is_moved = inputs["input_ids"].device != input_ids.device  # by the host, to where the model is
+            if not is_moved and forwards.prepares_simply(self.model, self._model_kwargs):
                 self._template = inputs
             return inputs
         inputs = self._template | {"input_ids": input_ids}
