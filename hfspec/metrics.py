@@ -19,6 +19,11 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
+#: A forward so many times as wide as was proved is proved anew. Doublings, as for lengths, would prove four times on the
+#: way to sixteen tokens, by two forwards each: a tenth of a first call.
+_MUCH_WIDER = 8
+
+
 @dataclass(frozen=True)
 class Proof:
     """What came of making a target's forwards both ways: over several tokens at once, and over one each.
@@ -41,8 +46,8 @@ class Proof:
     problem: str | None = None
 
     def covers(self, length: int, width: int) -> bool:
-        """Whether what was found holds for such a text and forward: of less than twice the length and width."""
-        return length < 2 * self.length and width < 2 * self.width
+        """Whether what was found holds for such a text and forward: less than twice as long, and not much wider."""
+        return length < 2 * self.length and width < _MUCH_WIDER * self.width
 
     def with_reach_of(self, earlier: "Proof") -> "Proof":
         """The same with the earlier's length and width, where those are greater and both hold."""

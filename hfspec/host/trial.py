@@ -1,7 +1,7 @@
 """Whether a forward over several tokens of this very model, as it stands, is known to give what forwards over one give.
 
 Nothing about a model is believed: `verification.proving` makes both kinds of forward, and what came of it is kept
-here until the model is another (`Fingerprint`), or the text or the draft is more than twice as long as was proved.
+here until the model is another (`Fingerprint`), the text twice as long, or the forward much wider than was proved.
 """
 
 import threading
