@@ -19,8 +19,8 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
-#: A forward so many times as wide as was proved is proved anew. Doublings, as for lengths, would prove four times on the
-#: way to sixteen tokens, by two forwards each: a tenth of a first call.
+#: A forward so many times as wide as was proved is proved anew. Doublings, as for lengths, would prove four times on
+#: the way to sixteen tokens, by two forwards each: a tenth of a first call.
 _MUCH_WIDER = 8
 
 

@@ -154,12 +154,12 @@ def test_it_is_made_again_as_texts_grow():
 
 
 def test_it_is_made_again_as_drafts_grow():
-    """A forward over more than twice as many tokens is another."""
+    """A forward eight times as wide is another."""
     model = build()
     with hfspec.patched(model, build()):
-        assert counted(model, draft_budget=2).trials >= 1
-        assert counted(model, draft_budget=4).trials == 0
-        assert counted(model, draft_budget=8).trials == 1
+        assert counted(model, draft_budget=1).trials >= 1
+        assert counted(model, draft_budget=14).trials == 0
+        assert counted(model, draft_budget=15).trials == 1
 
 
 def _hook(model: Any) -> None:
@@ -301,9 +301,9 @@ def test_findings_are_few_and_the_longest_reach_stays():
     assert trial.of(0) is None
     trial.note(199, Proof(5, 8))
     assert (trial.last.length, trial.last.width) == (10, 8)
-    assert trial.last.covers(19, 15)
+    assert trial.last.covers(19, 63)
     assert not trial.last.covers(20, 2)
-    assert not trial.last.covers(2, 16)
+    assert not trial.last.covers(2, 64)
 
 
 def test_differences():
