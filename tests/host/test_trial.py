@@ -157,9 +157,9 @@ def test_it_is_made_again_as_drafts_grow():
     """A forward eight times as wide is another."""
     model = build()
     with hfspec.patched(model, build()):
-        assert counted(model, draft_budget=1).trials >= 1
-        assert counted(model, draft_budget=14).trials == 0
-        assert counted(model, draft_budget=15).trials == 1
+        assert counted(model, draft_budget=1, max_new_tokens=40).trials >= 1
+        assert counted(model, draft_budget=14, max_new_tokens=20).trials == 0
+        assert counted(model, draft_budget=15, max_new_tokens=20).trials == 1
 
 
 def _hook(model: Any) -> None:
