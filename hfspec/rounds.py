@@ -125,6 +125,11 @@ class Outcome:
         """Tokens that the text has grown by."""
         return len(self.token_ids)
 
+    @property
+    def is_straight(self) -> bool:
+        """Whether the accepted nodes are the draft's first, so that their slots are where they belong."""
+        return self.path == tuple(range(len(self.path)))
+
 
 @dataclass(frozen=True)
 class Outcomes(Sequence[Outcome]):

@@ -243,6 +243,7 @@ class Rows:
         moves = [
             (row, self.num_slots - width + 1 + node, self.num_slots - width + 1 + depth)
             for row, outcome in enumerate(outcomes.rows)
+            if not outcome.is_straight
             for depth, node in enumerate(outcome.path)
             if node != depth
         ]
