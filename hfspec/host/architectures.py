@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from hfspec.host import releases
+from hfspec.host.modules import all_modules
 
 #: Packages whose modules and hooks keep nothing that has a row for each text (but for PEFT's adapters by row).
 _KNOWN_PACKAGES = (
@@ -36,7 +37,7 @@ def num_processes(model: PreTrainedModel) -> int:
 
 def foreign_code(model: PreTrainedModel) -> str | None:
     """Where the code of somebody else is in the model's forwards, if anywhere: in a forward of its own, or a hook."""
-    for module in model.modules():
+    for module in all_modules(model):
         forward = vars(module).get("forward", type(module).forward)
         if not _is_known(origin := _origin(forward)):
             return f"the {type(module).__name__}'s forward is not transformers' own ({origin})"

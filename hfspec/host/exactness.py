@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hfspec.host import releases
+from hfspec.host.modules import all_modules
 
 _CODES = "it writes several codebooks at once, not one text"
 #: By the type of the text model's config, or of the whole. Each was found by comparing such forwards (`tests/zoo`).
@@ -137,7 +138,7 @@ def exactness_problem(model: PreTrainedModel, max_length: int | None, max_width:
     for limit, what in _exact_lengths(model.config):
         if max_length is None or max_length > limit:
             return f"{what} beyond {limit} tokens, and this call may get there"
-    return config_problem(model.config) or next(filter(None, map(_module_problem, model.modules())), None)
+    return config_problem(model.config) or next(filter(None, map(_module_problem, all_modules(model))), None)
 
 
 def _exact_lengths(config: PretrainedConfig) -> list[tuple[int, str]]:

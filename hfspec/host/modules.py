@@ -13,14 +13,14 @@ _found: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[Any], dict[Any, l
 
 
 def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """As `model.modules()`, in any order: a twentieth of its time."""
-    found = {id(model): model}
-    todo = [model]
+    """As `list(model.modules())`, in half its time."""
+    found: dict[int, torch.nn.Module] = {}
+    todo: list[torch.nn.Module | None] = [model]
     while todo:
-        for child in todo.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                todo.append(child)
+        module = todo.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            todo += reversed(module._modules.values())
     return list(found.values())
 
 

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfspec.host import caches
+from hfspec.host.modules import all_modules
 from hfspec.host.prepared import Prepared
 from hfspec.metrics import Proof
 
@@ -133,14 +134,8 @@ def _of_modules(model: PreTrainedModel, owners: list[weakref.ref[Any]]) -> Itera
     for name in _GLOBAL_HOOKS:
         yield from _identities(getattr(torch.nn.modules.module, name).values(), owners)
     yield from _identities([model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation], owners)
-    # By hand: `modules()` takes several times as long.
-    waiting: list[torch.nn.Module | None] = [model]
-    kinds, seen = set(), set()
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
+    kinds = set()
+    for module in all_modules(model):
         kind, inside = type(module), vars(module)
         yield (kind, inside["training"])
         if kind not in kinds:
@@ -158,7 +153,6 @@ def _of_modules(model: PreTrainedModel, owners: list[weakref.ref[Any]]) -> Itera
         for weight in inside["_parameters"].values():
             if weight is not None:
                 yield (type(weight), weight.dtype, weight.shape, weight.device.type)
-        waiting += inside["_modules"].values()
 
 
 def _identities(objects: Iterable[Any], owners: list[weakref.ref[Any]]) -> Iterator[int]:
@@ -185,7 +179,7 @@ def arithmetic(model: PreTrainedModel, logits: torch.Tensor) -> tuple[str, float
         for kind in (torch.bfloat16, torch.float16)
         if logits.dtype == kind or torch.equal(logits, logits.to(kind).to(logits.dtype))
     )
-    found.update(each for each in map(_compute_dtype, model.modules()) if each in _EPSILONS)
+    found.update(each for each in map(_compute_dtype, all_modules(model)) if each in _EPSILONS)
     precision = torch.get_float32_matmul_precision()
     if precision == "medium" or torch.bfloat16 in found:
         found.add(torch.bfloat16)

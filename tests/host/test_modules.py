@@ -10,12 +10,13 @@ from tests.models import build
 
 
 def test_all_modules_are_found_once():
-    """Also those that stand in two places."""
+    """Also those that stand in two places; in the order of `modules()`, by which the first problem is named."""
     model = build()
     model.again = model.base_model.layers[0]
     found = all_modules(model)
     assert len(found) == len(set(found))
     assert set(found) == set(model.modules())
+    assert found == list(model.modules())
 
 
 def test_each_module_is_asked_once_until_modules_change():
