@@ -58,7 +58,7 @@ class Plan:
             cache: the one the call will use.
         """
         apart = apart_problem(prepared, cache)
-        why_in_step = lockstep_reason(prepared, cache) if prepared.num_rows > 1 else None
+        why_in_step = (lockstep_reason(prepared) or apart) if prepared.num_rows > 1 else None
         is_ragged = apart is None and why_in_step is None
         selection: Literal["greedy", "seeded", "rejection"] = "greedy"
         if prepared.generation_config.do_sample:

@@ -119,12 +119,8 @@ def _cache_problem(prepared: Prepared, last: int | None) -> str | None:
     return None
 
 
-def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
-    """Why all rows of a batch must be committed together, token by token, or `None` if each may go at its own pace.
-
-    Args:
-        cache: the one the call will use.
-    """
+def lockstep_reason(prepared: Prepared) -> str | None:
+    """What of the call keeps all rows of a batch together, token by token, or `None`; `apart_problem` may, besides."""
     if (code := architectures.foreign_code(prepared.model)) is not None:
         return f"{code}, and may hold something for each row, so that nobody knows whether rows may leave"
     if prepared.streamer is not None:
@@ -139,7 +135,7 @@ def lockstep_reason(prepared: Prepared, cache: Any) -> str | None:
         return "rows that have ended go on until all have, as no token ends them"
     if not prepared.pad_is_readable:
         return "rows that have ended are to be fed a padding id that the model does not have"
-    return apart_problem(prepared, cache)
+    return None
 
 
 def apart_problem(prepared: Prepared, cache: Any) -> str | None:
