@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -22,6 +22,8 @@ from hfspec.host.trial import Trial
 from hfspec.metrics import Metrics, Stats
 
 logger = logging.getLogger("hfspec")
+
+Kept = TypeVar("Kept")
 
 #: A source that goes on failing is tried again after so many calls.
 _LONGEST_PAUSE = 1024
@@ -38,6 +40,31 @@ class _Faults:
     calls_left: int = 0
 
 
+class _ByObject(Generic[Kept]):
+    """Something kept for each of some objects, which need not be hashable, as long as they live."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[Any], Kept]] = {}
+
+    def get(self, owner: object) -> Kept | None:
+        """What is kept for it."""
+        found = self._kept.get(id(owner))
+        return found[1] if found is not None and found[0]() is owner else None
+
+    def setdefault(self, owner: object, new: Kept) -> Kept:
+        """What is kept for it: `new`, if there was nothing."""
+        kept = self.get(owner)
+        if kept is None:
+            key = id(owner)
+            kept = new
+            self._kept[key] = weakref.ref(owner, lambda _: self._kept.pop(key, None)), kept
+        return kept
+
+    def forget(self, owner: object) -> None:
+        """Keep nothing for it any more."""
+        self._kept.pop(id(owner), None)
+
+
 @dataclass
 class PatchState:
     """What is kept for one patched model between calls: counts, measurements, proofs, and which warnings were given."""
@@ -47,8 +74,8 @@ class PatchState:
     warned: set[str] = field(default_factory=set)
     trial: Trial = field(default_factory=Trial)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _experience: dict[tuple[int, bool], tuple["weakref.ref[Any]", Experience]] = field(default_factory=dict)
-    _faults: dict[int, tuple["weakref.ref[Any]", "_Faults"]] = field(default_factory=dict)
+    _experience: _ByObject[dict[bool, Experience]] = field(default_factory=_ByObject)
+    _faults: _ByObject[_Faults] = field(default_factory=_ByObject)
 
     def warn_once(self, reason: str, message: str) -> None:
         """Log `message` about `reason`, unless it was said of this model before, or a great many others were."""
@@ -62,24 +89,12 @@ class PatchState:
 
         Rows in lock-step go on only where all of them accept: that is another experience.
         """
-        key = (id(given), is_lockstep)
-        found = self._experience.get(key)
-        if found is None or found[0]() is not given:
-            found = self._experience[key] = (
-                weakref.ref(given, lambda _: self._experience.pop(key, None)),
-                Experience(),
-            )
-        return found[1]
+        return self._experience.setdefault(given, {}).setdefault(is_lockstep, Experience())
 
     def note_fault(self, given: object, reason: str) -> None:
         """The source failed: from the second time on the next calls do without it, the more the oftener it has."""
         with self._lock:
-            known = self._faults.get(id(given))
-            if known is None or known[0]() is not given:
-                key = id(given)
-                known = weakref.ref(given, lambda _: self._faults.pop(key, None)), _Faults(reason)
-                self._faults[key] = known
-            faults = known[1]
+            faults = self._faults.setdefault(given, _Faults(reason))
             faults.reason = reason
             faults.num_failures += 1
             faults.calls_left = min(int(2 ** (faults.num_failures - 2)), _LONGEST_PAUSE)
@@ -87,18 +102,18 @@ class PatchState:
     def note_drafts(self, given: object) -> None:
         """The source drafted through a whole call: what was before is forgotten."""
         with self._lock:
-            self._faults.pop(id(given), None)
+            self._faults.forget(given)
 
     def pause(self, given: object) -> str | None:
         """Why this call does without a source that has failed, or `None`; counts the call."""
         with self._lock:
-            known = self._faults.get(id(given))
-            if known is None or known[0]() is not given or known[1].calls_left == 0:
+            faults = self._faults.get(given)
+            if faults is None or faults.calls_left == 0:
                 return None
-            known[1].calls_left -= 1
-            left = known[1].calls_left
+            faults.calls_left -= 1
+            left = faults.calls_left
             when = "the next call" if left == 0 else f"{left + 1} calls"
-            return f"{known[1].reason} in an earlier call; it is tried again in {when}"
+            return f"{faults.reason} in an earlier call; it is tried again in {when}"
 
     def stats(self) -> Stats:
         """The counts as they are now."""
