@@ -99,32 +99,19 @@ class Rows:
         Returns:
             The mask `[batch, slots + width]` (`None`: nothing to hide) and the position ids `[batch, width]`.
         """
-        width, num_rows = max(lengths), len(lengths)
-        is_full = min(lengths) == width
-        if not is_full and counts is None:
-            counts = torch.tensor(lengths, device=self._device)
-        if is_full and self._next is None:  # all rows are alike, and nothing is known but by the host
-            start = self.positions[0]
-            position_ids = torch.arange(start, start + width, device=self._device).expand(num_rows, -1)
-            if self._mask is not None:
-                self._mask = torch.nn.functional.pad(self._mask, (0, width), value=1)
-            self._go(lengths, width)
-            self._rollback.num_read += width
-            return self._mask, position_ids
+        width = max(lengths)
         columns = torch.arange(width, device=self._device)
-        steps = columns.expand(num_rows, -1)
-        if counts is not None and not is_full:
-            counts = counts[:, None]
-            first = width - counts if to_the_right else torch.zeros_like(counts)
-            new = (columns >= first) & (columns < first + counts)
-            self._has_inner_holes |= not to_the_right
-            self._mask = torch.cat([self._full_mask(), new.long()], dim=-1)
-            steps = (columns - first).clamp(min=0).minimum(counts - 1)
-        elif self._mask is not None:
-            self._mask = torch.nn.functional.pad(self._mask, (0, width), value=1)
-        position_ids = steps + (self.positions[0] if self._next is None else self._next[:, None])
-        self._go(lengths, width if is_full or counts is None else counts[:, 0])
-        self._rollback.num_read += width
+        if min(lengths) == width:
+            position_ids = (columns + self._start).expand(len(lengths), -1)
+            self._write(width)
+            self._go(lengths, width)
+            return self._mask, position_ids
+        counts = (torch.tensor(lengths, device=self._device) if counts is None else counts)[:, None]
+        first = width - counts if to_the_right else torch.zeros_like(counts)
+        position_ids = (columns - first).clamp(min=0).minimum(counts - 1) + self._start
+        self._write(width, (columns >= first) & (columns < first + counts))
+        self._has_inner_holes |= not to_the_right
+        self._go(lengths, counts[:, 0])
         return self._mask, position_ids
 
     def open_tree(self, draft: Draft) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -140,10 +127,9 @@ class Rows:
         if tree is None:
             raise ValueError("chains need no tree's mask")
         seen = seen_by_nodes(tree, self._full_mask().bool(), self._cache.layers)
-        position_ids = tree.depths + (self.positions[0] if self._next is None else self._next[:, None])
-        self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, width), value=1)
+        position_ids = tree.depths + self._start
+        self._write(width)
         self._go([width] * num_rows, width)
-        self._rollback.num_read += width
         return seen, position_ids
 
     def close(
@@ -225,6 +211,19 @@ class Rows:
         self._hidden = self._hidden[indices]
         if self._mask is not None:
             self._mask = self._mask.index_select(0, indices)
+
+    @property
+    def _start(self) -> torch.Tensor | int:
+        """The position at which the rows go on, `[batch, 1]` where it differs."""
+        return self.positions[0] if self._next is None else self._next[:, None]
+
+    def _write(self, width: int, new: torch.Tensor | None = None) -> None:
+        """Let a forward fill so many slots more; `new` `[batch, width]` says which hold something, if not all do."""
+        if new is not None:
+            self._mask = torch.cat([self._full_mask(), new.long()], dim=-1)
+        elif self._mask is not None:
+            self._mask = torch.nn.functional.pad(self._mask, (0, width), value=1)
+        self._rollback.num_read += width
 
     def _go(self, steps: Sequence[int], on_device: torch.Tensor | int) -> None:
         """Row `i` goes on by `steps[i]` tokens; `on_device` is the same, one number where all rows go alike."""
