@@ -235,7 +235,6 @@ def speedup(
                 seconds,
                 at_work=range(len(at_work)),
                 caught_up=PROMPT * is_reading,
-                num_drafted=num_drafted,
             )
         )
     return (longest - 1) * (prices.verify(len(texts)) + OVERHEAD) / total

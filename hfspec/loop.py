@@ -93,7 +93,6 @@ class Loop:
             is_in_step=self.plan.is_in_step,
             at_work=at_work,
             caught_up=self.source.caught_up,
-            num_drafted=max(draft.lengths[row] for row in at_work),
         )
         self.metrics.count_round(round_, self.target.problem or budget.why_plain)
         self.controller.observe(round_)

@@ -193,8 +193,11 @@ class Round:
     is_in_step: bool = False
     at_work: Sequence[int] = field(default_factory=tuple)
     caught_up: int = 0
-    #: Draft tokens of the row that has most.
-    num_drafted: int = 0
+
+    @cached_property
+    def num_drafted(self) -> int:
+        """Draft tokens of the row at work that has most."""
+        return max(self.draft.lengths[row] for row in self.at_work)
 
     @property
     def num_rows(self) -> int:

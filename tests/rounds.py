@@ -36,7 +36,6 @@ def finished(
         is_in_step,
         range(len(drafts)),
         caught_up,
-        draft.num_tokens,
     )
 
 

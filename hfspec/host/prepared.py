@@ -1,6 +1,6 @@
 """What the host has prepared when it would begin to decode: the arguments of its `_sample`, and what they imply."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +10,6 @@ from transformers.generation import GenerationConfig
 
 from hfspec.host import architectures, caches, releases
 from hfspec.host.exactness import last_draft_id
-from hfspec.sampling.processors import for_row
 
 #: Inputs that stand in places of the text, which a draft model that reads only text leaves out.
 MEDIA_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
@@ -37,11 +36,6 @@ class Prepared:
     model_kwargs: dict[str, Any]
     streamer: Any = None
     synced_gpus: bool = False
-
-    def for_row(self, row: int) -> "Prepared":
-        """The same call as one of its rows would be by itself: `input_ids` `[1, prompt_length]`, and its processors."""
-        processors = for_row(self.processors, row, self.num_rows)
-        return replace(self, input_ids=self.input_ids[row : row + 1], processors=processors)
 
     @property
     def num_rows(self) -> int:

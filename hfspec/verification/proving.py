@@ -124,15 +124,10 @@ class Proving:
         problem = str(error)
         if not isinstance(error, TooFewLogitsError):
             problem = f"its forward over {at_hand.width} tokens raises {type(error).__name__}: {problem[:_MAX_LETTERS]}"
-        return self._give_up(texts, draft, replace(at_hand, problem=problem), not _is_memory(error))
+        is_lasting = not isinstance(error, torch.OutOfMemoryError)
+        return self._give_up(texts, draft, replace(at_hand, problem=problem), is_lasting)
 
-    def _give_up(
-        self,
-        texts: Texts,
-        draft: Draft,
-        proof: Proof,
-        is_lasting: bool = True,
-    ) -> Verified:
+    def _give_up(self, texts: Texts, draft: Draft, proof: Proof, is_lasting: bool = True) -> Verified:
         """Nothing is drafted any more in this call, nor in others while the model stands as it does; or no trees."""
         if draft.parents is None:
             self._target.problem = proof.problem
@@ -170,7 +165,3 @@ def _compared(
     return replace(
         at_hand, difference=most, tolerance=bound, arithmetic=name, num_positions=len(singles), problem=problem
     )
-
-
-def _is_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError)
