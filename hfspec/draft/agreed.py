@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hfspec.draft.base import CallView, Context, DraftSource, Session
+from hfspec.draft.base import CallView, Context, DraftSession, DraftSource, Session
 from hfspec.draft.foreign import trusted
+from hfspec.draft.one_row import OneRow
 from hfspec.drafts import Draft
 from hfspec.errors import DraftError
 from hfspec.host import architectures
@@ -33,9 +34,9 @@ class Agreed(DraftSource):
         """Whether the source inside may draw."""
         return self._source.may_draw
 
-    def start(self, context: Context) -> Any:
+    def start(self, context: Context) -> DraftSession:
         """One row is a batch of one."""
-        raise NotImplementedError
+        return OneRow(self.start_batch, context)
 
     def start_batch(self, call: CallView) -> Session:
         """Begin; what fails is told at the next `propose`, to which all processes come."""

@@ -17,7 +17,7 @@ from hfspec.cache.rows import Rows
 from hfspec.draft import inputs
 from hfspec.draft.base import CallView, Context, DraftSession, DraftSource, Session
 from hfspec.draft.choice import DraftChoice
-from hfspec.draft.one_row import OneRow, OwnNoise
+from hfspec.draft.one_row import OneRow
 from hfspec.drafts import Draft
 from hfspec.errors import DraftError
 from hfspec.host import architectures, caches, releases
@@ -57,7 +57,7 @@ class ModelDraft(DraftSource):
 
     def start(self, context: Context) -> DraftSession:
         """Begin a row by itself, with an empty cache, outside a batch."""
-        return OneRow(ModelSession(self, CallView([context], OwnNoise(context))))
+        return OneRow(self.start_batch, context)
 
     def start_batch(self, call: CallView) -> Session:
         """Begin rows that share forwards, or each with a cache of its own where they cannot."""

@@ -1,20 +1,24 @@
 """A session for all rows, in the place of one for a single row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from hfspec.draft.base import Context, DraftSession, Session
+from hfspec.draft.base import CallView, Context, DraftSession, Session
 from hfspec.drafts import Draft
 from hfspec.rounds import Outcome, Outcomes, RoundBudget
 from hfspec.texts import Texts
 
 
 class OneRow(DraftSession):
-    """A batch of one as a row's session."""
+    """A batch of one as a row's session: `start` for a source that begins by batches.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Args:
+        start_batch: the source's.
+    """
+
+    def __init__(self, start_batch: Callable[[CallView], Session], context: Context) -> None:
+        self._session = start_batch(CallView([context], _OwnNoise(context)))
         self._texts: Texts | None = None
 
     def propose(self, input_ids: torch.Tensor, budget: RoundBudget) -> Draft:
@@ -32,7 +36,7 @@ class OneRow(DraftSession):
         self._session.stop()
 
 
-class OwnNoise:
+class _OwnNoise:
     """A row's own noise, as that of a batch."""
 
     def __init__(self, context: Context) -> None:

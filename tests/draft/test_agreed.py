@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import hfspec
-from hfspec import Draft, Outcomes, RoundBudget, Texts
+from hfspec import Context, Draft, DraftError, Outcomes, RoundBudget, Texts
 from hfspec.draft.agreed import Agreed
 from hfspec.draft.base import Session
-from tests.models import FunctionSource, build, plain_text, prompt, rows
+from tests.models import VOCAB, FunctionSource, build, plain_text, prompt, rows
 
 NEW = {"max_new_tokens": 12}
 
@@ -100,3 +100,12 @@ def test_a_failure_in_one_process_ends_drafting_in_all(failing):
     else:
         assert "another of the processes" in reasons[0]
         assert ("vocabulary" if failing == "rubbish" else "this rank alone") in reasons[1]
+
+
+def test_one_row_is_a_batch_of_one():
+    """A row that is begun by itself gets what the source inside proposes, and its failure."""
+    source = FunctionSource(lambda ids, budget, number: Draft(rows(5, 6)) if number == 1 else None)
+    session = Agreed(source, lambda has_happened: has_happened).start(Context(VOCAB, torch.device("cpu")))
+    assert session.propose(prompt(), RoundBudget(2)).token_ids.tolist() == [[5, 6]]
+    with pytest.raises(DraftError, match="NoneType"):
+        session.propose(prompt(), RoundBudget(2))
