@@ -14,6 +14,7 @@ from hfspec import Context, Draft, DraftSession, DraftSource, RoundBudget
 from hfspec.accept import rules
 from hfspec.accept.rules import Proposal, Rejection
 from hfspec.draft.model import ModelDraft
+from tests.laws import total_variation
 from tests.models import VOCAB, ForcingProcessor, build, noisy, plain_text, prompt, rows, shared
 
 #: Target and draft laws over four tokens, with zeros in either.
@@ -57,10 +58,6 @@ class Enumerated:
 def proposal(token: int, law: torch.Tensor | None = None) -> Proposal:
     """One token at a position, drawn from `law` `[vocab]`, or chosen."""
     return Proposal([token], None if law is None else law[None])
-
-
-def total_variation(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().sum() / 2)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from hfspec import Context, Draft, DraftSession, DraftSource, RoundBudget
 from hfspec.accept import rules
 from hfspec.accept.rules import Proposal, Rejection
 from hfspec.accept.vectorised import Vectorised
+from tests.laws import total_variation
 from tests.models import build, prompt
 
 #: float32 sums of a few terms, over thousands of drafts.
@@ -113,10 +114,6 @@ def integrated(
         coins = torch.cat([coins[~matters], accepted, high[matters]])
         weights = torch.cat([weights[~matters], weights[matters] * share, weights[matters] * (1 - share)])
     return case, coins, weights
-
-
-def total_variation(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().sum() / 2)
 
 
 # One position at a time
