@@ -1,6 +1,7 @@
 """What is asked of a device: its default generator's state, and its memory."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,17 +31,41 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)
 
 
+class Generators:
+    """Where the default generators of the CPU and of a device stand."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._states = {each: generator_state(each) for each in {torch.device("cpu"), device}}
+        self._was_alone = threading.active_count() == 1
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether somebody has drawn since, in whatever thread."""
+        return any(not torch.equal(state, generator_state(each)) for each, state in self._states.items())
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether no other thread can have moved them."""
+        return self._was_alone and threading.active_count() == 1
+
+    def put_back(self) -> None:
+        """Undo what was drawn since: what other threads drew, too."""
+        for each, state in self._states.items():
+            if not torch.equal(state, generator_state(each)):
+                set_generator_state(each, state)
+
+
 @contextmanager
 def unmoved(device: torch.device) -> Iterator[None]:
-    """Put the default generators of the CPU and of `device` back to where they were, if the body moves them."""
-    devices = {torch.device("cpu"), device}
-    before = {each: generator_state(each) for each in devices}
+    """Put the default generators of the CPU and of `device` back to where they were, if the body moves them.
+
+    Only for a body that may draw: what other threads draw meanwhile is undone with it.
+    """
+    generators = Generators(device)
     try:
         yield
     finally:
-        for each, state in before.items():
-            if not torch.equal(state, generator_state(each)):
-                set_generator_state(each, state)
+        generators.put_back()
 
 
 def spare_bytes(device: torch.device) -> int:

@@ -6,7 +6,6 @@ if not, the round commits one token, from a forward over it alone, and the model
 """
 
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from hfspec.drafts import Draft
 from hfspec.host.trial import Fingerprint, Trial, arithmetic, difference, rounding
 from hfspec.metrics import Metrics, Proof
 from hfspec.rounds import Verified
-from hfspec.sampling.devices import unmoved
+from hfspec.sampling.devices import Generators
 from hfspec.texts import Texts
 from hfspec.verification.target import Target, TooFewLogitsError
 
@@ -26,6 +25,8 @@ logger = logging.getLogger("hfspec")
 
 #: Tokens that are read one by one: the second sees the first, in the same forward or in the cache.
 _NUM_STEPS = 2
+#: What is against a model whose forwards do.
+_DRAWS = "the model draws random numbers in its forwards"
 #: Letters of somebody else's error that are repeated.
 _MAX_LETTERS = 200
 
@@ -56,10 +57,12 @@ class Proving:
 
     def prefill(self, input_ids: torch.Tensor) -> Verified:
         """The target's `prefill`; what it shows against the model is remembered."""
+        generators = Generators(input_ids.device)
         verified = self._target.prefill(input_ids)
-        # Random numbers that were drawn meanwhile may be another thread's.
-        if self._target.problem is not None and threading.active_count() == 1:
-            self._trial.note(self._fingerprint, Proof(input_ids.shape[1], 1, problem=self._target.problem))
+        if self._trial.draws(self._fingerprint, generators):
+            self._target.problem = _DRAWS
+            if generators.are_ours:
+                self._trial.note(self._fingerprint, Proof(input_ids.shape[1], 1, problem=_DRAWS))
         return verified
 
     def verify(self, texts: Texts, draft: Draft) -> Verified:
@@ -94,15 +97,18 @@ class Proving:
     def _prove(self, texts: Texts, draft: Draft, at_hand: Proof) -> Verified:
         target, device = self._target, texts.device
         self._metrics.trials += 1
+        generators = Generators(device)
         with measured(device) as steps:
             singles = [target.step(texts, draft, index) for index in range(min(_NUM_STEPS, at_hand.width))]
         self.seconds = steps.seconds
         self._metrics.plain_seconds += steps.seconds
         try:
-            with unmoved(device):
-                verified = target.verify(texts, draft)
+            verified = target.verify(texts, draft)
         except Exception as error:  # it is the model's, and says that the model takes no such forward
             return self._after(error, texts, draft, at_hand)
+        if self._trial.draws(self._fingerprint, generators):
+            generators.put_back()
+            return self._give_up(texts, draft, replace(at_hand, problem=_DRAWS))
         proof = _compared(target.model, singles, verified, draft, at_hand)
         if proof.problem is not None:
             return self._give_up(texts, draft, proof)
@@ -114,8 +120,7 @@ class Proving:
         if not isinstance(error, TooFewLogitsError | torch.OutOfMemoryError):
             self._target.rewind()
             try:
-                with unmoved(texts.device):
-                    self._target.verify(texts, draft)
+                self._target.verify(texts, draft)
             except Exception as again:
                 logger.debug("hfspec: a forward over several tokens failed again", exc_info=again)
             else:

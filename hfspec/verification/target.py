@@ -19,7 +19,6 @@ from hfspec.host.modules import modules_where
 from hfspec.host.prepared import Prepared
 from hfspec.host.stepping import stepping, stepping_layers
 from hfspec.rounds import Outcomes, Verified
-from hfspec.sampling.devices import generator_state
 from hfspec.texts import Texts
 
 
@@ -55,10 +54,7 @@ class Target:
 
     def prefill(self, input_ids: torch.Tensor) -> Verified:
         """Read the prompt `[rows, length]`; the logits choose the first token."""
-        before = generator_state(input_ids.device)
         outputs, kwargs = forwards.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
-        if not torch.equal(generator_state(input_ids.device), before):
-            self.problem = "the model draws random numbers in its forwards"
         self._model_kwargs = forwards.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
         if others := _other_caches(self._model_kwargs):

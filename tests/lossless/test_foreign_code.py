@@ -265,6 +265,24 @@ class Draws(LlamaForCausalLM):
         return outputs
 
 
+class DrawsLater(LlamaForCausalLM):
+    """Draws in forwards over one or more tokens, but not in that of the prompt, which is longer."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        is_prompt = kwargs["input_ids"].shape[1] > 5
+        outputs["logits"] = torch.nn.functional.dropout(outputs.logits, 0.0 if is_prompt else 0.1, training=True)
+        return outputs
+
+
+@each_call
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_model_that_draws_only_later(do_sample, call):
+    """The proof shows it, and what it drew is undone: the text and the stream of random numbers are vanilla's."""
+    pair = both(as_subclass(DrawsLater), noisy(), None, call | NEW | {"do_sample": do_sample}, draft_budget=4)
+    pair.assert_same().assert_plain("draws random numbers")
+
+
 @each_call
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "why"), [(LastLogits, "last token only"), (Draws, "draws random numbers")])

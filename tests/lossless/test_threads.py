@@ -123,6 +123,46 @@ def test_a_seeded_call_is_not_disturbed_by_greedy_ones(num_rows):
     assert_all_equal(texts, expected)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_what_others_draw_stays_drawn(num_rows):
+    """Another thread draws in every forward of a greedy call, those of proofs included: its numbers are not undone."""
+    model, ids = shared(), prompt(6).expand(num_rows, -1)
+    expected = plain_text(model, ids, **NEW)
+    drawn: list[float] = []
+    may_draw, has_drawn, is_over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    def draw() -> None:
+        while may_draw.acquire(timeout=60) and not is_over.is_set():
+            drawn.append(float(torch.rand(1)))
+            has_drawn.release()
+
+    thread = threading.Thread(target=draw)
+
+    def let_draw(*args: Any) -> None:
+        if thread.is_alive():
+            may_draw.release()
+            assert has_drawn.acquire(timeout=60)
+
+    hook = OnForward(model, before=let_draw)
+    with hfspec.patched(model, noisy(), draft_budget=3):
+        model.generate(ids, max_new_tokens=1)  # nobody draws: the model is seen not to
+        torch.manual_seed(0)
+        thread.start()
+        text = model.generate(ids, **NEW)
+        is_over.set()
+        may_draw.release()
+        thread.join(timeout=60)
+        stats = hfspec.stats(model).last
+    hook.remove()
+    assert torch.equal(text, expected)
+    assert stats.trials > 0
+    assert stats.accepted_tokens > 0
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert drawn == [float(torch.rand(1)) for _ in drawn]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("is_fast", [False, True], ids=["vanilla", "patched"])
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_calls_that_sample_at_once_draw_different_numbers(num_rows, is_fast):
