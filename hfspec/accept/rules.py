@@ -48,6 +48,8 @@ class Rule(ABC):
 
     #: What a draft source is told about it.
     name: Literal["greedy", "seeded", "rejection"]
+    #: Whether what is proposed changes what it chooses; where not, `choose` need not be told.
+    heeds_proposals = True
 
     @abstractmethod
     def choose(self, scores: torch.Tensor, proposals: Sequence[Proposal] | None, rows: Sequence[int]) -> torch.Tensor:
@@ -88,6 +90,7 @@ class Greedy(Rule):
     """The likeliest token, as vanilla without `do_sample`. The proposal changes nothing."""
 
     name = "greedy"
+    heeds_proposals = False
 
     def choose(self, scores: torch.Tensor, proposals: Sequence[Proposal] | None, rows: Sequence[int]) -> torch.Tensor:
         """Choose the likeliest."""
@@ -107,6 +110,7 @@ class Seeded(Rule):
     """
 
     name = "seeded"
+    heeds_proposals = False
 
     def __init__(self, noise: Draws) -> None:
         self._noise = noise

@@ -62,54 +62,49 @@ class Walk:
         At least one token a row: after the last accepted draft token comes the recovered token (the target's own
         at the first rejection) or, if all were accepted, the bonus token.
         """
-        token_ids: list[list[int]] = draft.token_ids.tolist()
-        parents: list[list[int]] | None = None if draft.parents is None else draft.parents.tolist()
+        known = _OnHost(draft)
         if self._is_in_step:
-            return Outcomes(tuple(self._walk_in_step(token_ids, draft, verified)))
+            return Outcomes(tuple(self._walk_in_step(known, verified)))
         outcomes = []  # no generator: a StopIteration of the user's own would end it
         for row in range(draft.num_rows):
-            shape = None if parents is None else parents[row]
-            outcomes.append(self._walk_row(row, token_ids[row], shape, draft, verified))
+            outcomes.append(self._walk_row(row, known, verified))
         return Outcomes(tuple(outcomes))
 
     def _groups(self) -> list[int | None]:
         """Which rows are written together: all (`None`), or each by itself."""
         return [None] if self._is_in_step else list(range(len(self._texts.rows)))
 
-    def _walk_row(
-        self, row: int, token_ids: list[int], parents: list[int] | None, draft: Draft, verified: Verified
-    ) -> Outcome:
-        num_nodes = draft.lengths[row]
-        parents = list(range(-1, num_nodes - 1)) if parents is None else parents
+    def _walk_row(self, row: int, known: "_OnHost", verified: Verified) -> Outcome:
         here = [-1]  # several nodes, where siblings have one token
         committed: list[int] = []
         while True:
-            children = [each for each in range(num_nodes) if parents[each] in here and token_ids[each] >= 0]
             self._record.add_states(verified, here[0] + 1)
-            proposals = [_proposal(draft, row, token_ids, children)]
-            chosen = self._append(verified.logits[:, here[0] + 1], row, proposals)[0]
+            proposals = [known.proposal(row, here)] if self._rule.heeds_proposals else None
+            chosen = self._append(verified.logits[:, here[0] + 1], row, proposals, known)[0]
             committed.append(chosen)
             has_ended = self._texts.has_ended[row]
-            right = [] if self._was_written else [each for each in children if token_ids[each] == chosen]
+            children = known.children(row, here)
+            right = [] if self._was_written else [each for each in children if known.token_ids[row][each] == chosen]
             here = right or here
             if not right or has_ended:
-                path = _path_to(here[0], parents)
+                path = known.path_to(row, here[0])
                 is_rejected = bool(children) and not right
                 return Outcome(len(path) + is_rejected, path, tuple(committed), has_ended)
 
-    def _walk_in_step(self, token_ids: list[list[int]], draft: Draft, verified: Verified) -> list[Outcome]:
-        num_rows, num_nodes = len(token_ids), draft.num_tokens
+    def _walk_in_step(self, known: "_OnHost", verified: Verified) -> list[Outcome]:
+        num_rows, num_nodes = known.draft.num_rows, known.draft.num_tokens
         committed: list[list[int]] = [[] for _ in range(num_rows)]
         is_judged = is_accepted = False
         for node in range(num_nodes + 1):
             is_judged = node < num_nodes
-            children = [node] if is_judged else []
-            proposals = [_proposal(draft, row, token_ids[row], children) for row in range(num_rows)]
+            proposals = None
+            if self._rule.heeds_proposals:
+                proposals = [known.proposal(row, [node - 1]) for row in range(num_rows)]
             self._record.add_states(verified, node)
-            chosen = self._append(verified.logits[:, node], None, proposals)
+            chosen = self._append(verified.logits[:, node], None, proposals, known)
             for ids, token_id in zip(committed, chosen, strict=True):
                 ids.append(token_id)
-            is_accepted = is_judged and chosen == [ids[node] for ids in token_ids] and not self._was_written
+            is_accepted = is_judged and chosen == [ids[node] for ids in known.token_ids] and not self._was_written
             if not is_accepted or all(self._texts.has_ended):
                 break
         num_accepted = len(committed[0]) - (not is_accepted)
@@ -120,9 +115,17 @@ class Walk:
         ]
 
     def _append(
-        self, logits: torch.Tensor, row: int | None, proposals: Sequence[Proposal | None] | None = None
+        self,
+        logits: torch.Tensor,
+        row: int | None,
+        proposals: Sequence[Proposal | None] | None = None,
+        known: "_OnHost | None" = None,
     ) -> list[int]:
-        """Commit one token of a row, or of all rows together, chosen from `logits` `[rows, vocab]`; return the ids."""
+        """Commit one token of a row, or of all rows together, chosen from `logits` `[rows, vocab]`; return the ids.
+
+        Args:
+            known: the draft, to be read along if it was not yet.
+        """
         texts, device = self._texts, self._texts.device
         texts.is_pending = True
         logits = logits if row is None else logits[row : row + 1]
@@ -147,10 +150,13 @@ class Walk:
         if releases.STREAMS_AFTER_CRITERIA:
             self._stream(tokens)
         # What stands in the text counts, whoever wrote it. The device is waited for once.
-        ids, now = torch.stack([text.ids[:, -1], has_ended.to(tokens)]).tolist()
-        self._end(row, now)
-        found: list[int] = ids
-        return found
+        unread = [] if known is None else known.unread()
+        read: list[int] = torch.cat([text.ids[:, -1], has_ended.to(tokens), *unread]).tolist()
+        num_rows = len(tokens)
+        if known is not None and unread:
+            known.take(read[2 * num_rows :])
+        self._end(row, read[num_rows : 2 * num_rows])
+        return read[:num_rows]
 
     def _processors_of(self, row: int | None) -> LogitsProcessorList:
         return self._processors[0 if row is None else self._texts.rows[row]]
@@ -187,17 +193,55 @@ class _Lent:
         return was_written
 
 
-def _path_to(node: int, parents: list[int]) -> tuple[int, ...]:
-    """The nodes from the root's child to this one."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return tuple(reversed(path))
+class _OnHost:
+    """A draft's ids and shape on the host: read in one copy with the first token committed, if nobody asks before."""
 
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self._token_ids: list[list[int]] | None = None
+        self._parents: list[list[int]] = [list(range(-1, draft.num_tokens - 1))] * draft.num_rows
 
-def _proposal(draft: Draft, row: int, token_ids: list[int], children: list[int]) -> Proposal | None:
-    if not children:
-        return None
-    probs = None if draft.probs is None else draft.probs[row, children]
-    return Proposal([token_ids[each] for each in children], probs)
+    def unread(self) -> list[torch.Tensor]:
+        """What is to be read, one behind the other, for `take`."""
+        if self._token_ids is not None:
+            return []
+        parts = (self.draft.token_ids, self.draft.parents)
+        return [part.flatten() for part in parts if part is not None]
+
+    def take(self, numbers: list[int]) -> None:
+        """Take what was read."""
+        width = self.draft.num_tokens
+        rows = [numbers[start : start + width] for start in range(0, len(numbers), width)] if width else []
+        self._token_ids = rows[: self.draft.num_rows]
+        self._parents = rows[self.draft.num_rows :] or self._parents
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Of each row the nodes' ids."""
+        if self._token_ids is None:
+            self.take(torch.cat(self.unread()).tolist())
+        return self._token_ids or []
+
+    def children(self, row: int, here: Sequence[int]) -> list[int]:
+        """A row's nodes that follow any of these."""
+        if not self.draft.lengths[row]:
+            return []
+        token_ids = self.token_ids[row]
+        nodes = range(self.draft.lengths[row])
+        return [each for each in nodes if self._parents[row][each] in here and token_ids[each] >= 0]
+
+    def proposal(self, row: int, here: Sequence[int]) -> Proposal | None:
+        """What is proposed behind these nodes, if anything is."""
+        children = self.children(row, here)
+        if not children:
+            return None
+        probs = None if self.draft.probs is None else self.draft.probs[row, children]
+        return Proposal([self.token_ids[row][each] for each in children], probs)
+
+    def path_to(self, row: int, node: int) -> tuple[int, ...]:
+        """A row's nodes from the root's child to this one."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = self._parents[row][node]
+        return tuple(reversed(path))

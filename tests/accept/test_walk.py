@@ -163,6 +163,8 @@ def test_without_padding_finished_rows_go_on(is_vectorised):
 class Once(Greedy):
     """Notes what it was asked: the proposals, one a row."""
 
+    heeds_proposals = True
+
     def __init__(self):
         self.seen = []
 

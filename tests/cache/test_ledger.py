@@ -1,9 +1,12 @@
 """`SpeculativeCache`: preallocated buffers, and a rollback that is a length change."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -432,3 +435,70 @@ def test_no_slot_is_copied_twice():
     assert calls.count("narrow") == 4
     assert calls.count("copy_") == 2
     assert "__getitem__" not in calls
+
+
+class Copied(TorchDispatchMode):
+    """Counts the numbers that are copied from place to place; views of them are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("index_put_", "index_put"):
+            self.count += args[2].numel()
+        elif name in ("copy_", "scatter_", "index_copy_"):
+            self.count += args[0].numel()
+        elif isinstance(out, torch.Tensor) and out.is_floating_point():
+            inside = [each for each in args if isinstance(each, torch.Tensor)]
+            is_new = all(_memory_of(out) != _memory_of(each) for each in inside)
+            self.count += out.numel() * is_new
+        return out
+
+
+def _memory_of(numbers: torch.Tensor) -> int:
+    return numbers.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("layer_class", [SpeculativeLayer, lambda: SpeculativeSlidingLayer(64)], ids=["full", "window"])
+def test_moved_slots_alone_are_copied(layer_class):
+    """As much as moves, whatever the length and the number of rows."""
+
+    def copied(length: int, num_rows: int, num_moves: int) -> int:
+        layer = layer_class()
+        keys = torch.randn(num_rows, 2, length, 4)
+        layer.update(keys, keys)
+        layer.update(*[torch.randn(num_rows, 2, 12, 4)] * 2)
+        counter = Copied()
+        places = torch.arange(num_moves) + length
+        with counter:
+            layer.move(torch.zeros(num_moves, dtype=torch.long), places + 5, places)
+        return counter.count
+
+    one = copied(20, 1, 1)
+    assert 2 * 2 * 4 <= one <= 2 * 2 * 2 * 4, "keys and values, read and written"
+    for length, num_rows in ((20, 1), (20, 8), (2000, 1), (2000, 3)):
+        assert [copied(length, num_rows, each) for each in (1, 2, 5)] == [one, 2 * one, 5 * one]
+
+
+@given(data=st.data())
+def test_moved_slots_hold_what_they_are_told(data):
+    """All at once: a slot that is both left and taken gives what it held before."""
+    layer, num_rows, length = SpeculativeLayer(), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    keys = torch.randn(num_rows, 2, length, 3)
+    layer.update(keys, -keys)
+    moves = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, num_rows - 1), st.integers(0, length - 1), st.integers(0, length - 1)),
+            min_size=1,
+            unique_by=lambda move: (move[0], move[2]),
+        )
+    )
+    expected = keys.clone()
+    for row, source, place in moves:
+        expected[row, :, place] = keys[row, :, source]
+    layer.move(*torch.tensor(moves).unbind(dim=1))
+    assert torch.equal(layer.keys, expected)
+    assert torch.equal(layer.values, -expected)

@@ -10,6 +10,8 @@ from transformers import DynamicCache
 
 from hfspec.cache.ledger import SpeculativeCache, SpeculativeLayer, SpeculativeSlidingLayer
 from hfspec.cache.rows import Rows
+from hfspec.drafts import Draft
+from hfspec.rounds import Outcome, Outcomes
 from tests.models import shared
 
 WINDOW = 5
@@ -61,8 +63,7 @@ class Naive:
 
     def write(self, ids):
         keys = torch.tensor(ids, dtype=torch.float64)[:, None, :, None].expand(-1, 2, -1, 3)
-        for index in range(len(self.cache.layers)):
-            self.cache.update(keys, -keys, index)
+        return [self.cache.update(keys, -keys, index)[0] for index in range(len(self.cache.layers))]
 
     def add(self, tokens):
         for text, each in zip(self.texts, tokens, strict=True):
@@ -124,6 +125,44 @@ class Naive:
         self.check()
         self.check_slots_are_few()
 
+    def tree(self, parents, lengths, paths, has_ended):
+        """A target's, over trees: read each row's root and nodes, and keep the root and the nodes of a path.
+
+        Args:
+            parents: one list a row, of as many nodes.
+            lengths: how many of them each row has.
+            paths: the nodes that are accepted.
+            has_ended: of each row, whether its last accepted node ends the text, which leaves it unread.
+        """
+        width = 1 + len(parents[0])
+        tokens = self.new_tokens([width] * len(parents))
+        nodes = torch.tensor([each[1:] for each in tokens], dtype=torch.long).view(len(parents), width - 1)
+        draft = Draft(nodes, torch.tensor(parents, dtype=torch.long).view(len(parents), width - 1)).cut(lengths)
+        before = [self.first + len(text) for text in self.texts]
+        self.rows.checkpoint()
+        seen, position_ids = self.rows.open_tree(draft)
+        handed_out = self.write(self.filled(tokens))
+        for row, text in enumerate(self.texts):
+            for state in range(1 + lengths[row]):
+                on_path = [tokens[row][0], *(tokens[row][1 + node] for node in _path_to(state - 1, parents[row]))]
+                assert position_ids[row, state] == before[row] + len(on_path) - 1
+                for layer, keys in zip(self.cache.layers, handed_out, strict=True):
+                    visible = seen["sliding_attention" if layer.is_sliding else "full_attention"][row, 0, state]
+                    expected = (text + on_path)[-WINDOW:] if layer.is_sliding else text + on_path
+                    assert keys[row, 0, visible, 0].tolist() == expected
+        outcomes = [
+            Outcome(len(path), tuple(path), tuple(range(max(1, len(path) + (not ended)))), ended)
+            for path, ended in zip(paths, has_ended, strict=True)
+        ]
+        self.rows.close_round([width] * len(parents), Outcomes(tuple(outcomes)))
+        kept = [
+            [row_tokens[0], *(row_tokens[1 + node] for node in outcome.path)][: outcome.num_committed]
+            for row_tokens, outcome in zip(tokens, outcomes, strict=True)
+        ]
+        self.add(kept)
+        self.check()
+        self.check_slots_are_few()
+
     def draft(self, unread, num_drafted, forgotten):
         """A draft model's: catch up, read drafted tokens one by one, and forget the last of them."""
         tokens = self.new_tokens(unread)
@@ -149,6 +188,15 @@ class Naive:
         self.check()
 
 
+def _path_to(node, parents):
+    """The nodes from the root's child to this one; none for the root."""
+    path = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
 ways = pytest.mark.parametrize(
     ("counts_slots", "has_window"), [(False, False), (True, False), (True, True)], ids=["blind", "counting", "windows"]
 )
@@ -158,19 +206,29 @@ ways = pytest.mark.parametrize(
 @pytest.mark.parametrize("is_read", [True, False], ids=["target", "draft"])
 @given(data=st.data())
 def test_any_operations_leave_what_was_read(counts_slots, has_window, is_read, data):
-    """Rounds, drafts and rows that leave, in any order and number."""
+    """Rounds over chains and trees, drafts and rows that leave, in any order and number."""
 
     def counts(least, most, num_rows):
         return data.draw(st.lists(st.integers(least, most), min_size=num_rows, max_size=num_rows))
 
     prompts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     naive = Naive(prompts, counts_slots, has_window, is_read, first=data.draw(st.sampled_from([0, 11])))
-    for step in data.draw(st.lists(st.sampled_from(["round", "round", "draft", "select"]), max_size=12)):
+    for step in data.draw(st.lists(st.sampled_from(["round", "tree", "draft", "select"]), max_size=12)):
         num_rows = len(naive.texts)
         if step == "round":
             lengths = counts(1, 7, num_rows)
             naive.round(
                 lengths, [min(each, length) for each, length in zip(counts(1, 7, num_rows), lengths, strict=True)]
+            )
+        elif step == "tree":
+            num_nodes = data.draw(st.integers(1, 9))
+            parents = [[data.draw(st.integers(-1, node - 1)) for node in range(num_nodes)] for _ in range(num_rows)]
+            lengths = counts(0, num_nodes, num_rows)
+            lengths[data.draw(st.integers(0, num_rows - 1))] = num_nodes
+            ends = [data.draw(st.integers(-1, length - 1)) for length in lengths]
+            paths = [_path_to(end, each) for end, each in zip(ends, parents, strict=True)]
+            naive.tree(
+                parents, lengths, paths, data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
             )
         elif step == "draft":
             num_drafted = data.draw(st.integers(0, 4))
@@ -187,6 +245,39 @@ def test_hundreds_of_rounds(counts_slots, has_window, kept):
     for _ in range(150):
         naive.round([6, 6], kept)
     assert naive.rows.num_slots >= 7 + 150 * min(kept)
+
+
+@ways
+@pytest.mark.parametrize("path", [[], [0], [2, 4], [1, 3, 5]], ids=str)
+def test_hundreds_of_trees(counts_slots, has_window, path):
+    """What each row keeps is its path, wherever its nodes stood; the slots stay as few as the longest row needs."""
+    naive = Naive([4, 7], counts_slots, has_window)
+    parents = [-1, -1, -1, 1, 2, 3]
+    for _ in range(60):
+        naive.tree([parents, parents], [6, 6], [path, [2]], [False, False])
+    assert naive.rows.num_slots >= 4 + 60 * (1 + len(path))
+
+
+def test_a_path_that_stands_right_is_not_moved(monkeypatch):
+    """The first nodes of a tree are where they belong: nothing is copied for them."""
+    moves = []
+    honest = SpeculativeCache.move
+    monkeypatch.setattr(
+        SpeculativeCache, "move", lambda self, *where: (moves.append(len(where[0])), honest(self, *where))
+    )
+    naive = Naive([3, 3], counts_slots=False)
+    naive.tree([[-1, 0, 1], [-1, 0, 0]], [3, 3], [[0, 1, 2], [0, 1]], [False, False])
+    assert moves == []
+    naive.tree([[-1, 0, 1], [-1, 0, 0]], [3, 3], [[0, 1], [0, 2]], [False, False])
+    naive.tree([[-1, -1, 1], [-1, -1, 0]], [3, 3], [[1, 2], [0, 2]], [False, False])
+    assert moves == [1, 3]
+
+
+def test_chains_need_no_trees_mask():
+    """A clear error, not a puzzling one."""
+    naive = Naive([3], counts_slots=False)
+    with pytest.raises(ValueError, match="chains"):
+        naive.rows.open_tree(Draft(torch.tensor([[5, 6]])))
 
 
 def test_rows_at_one_pace_need_no_mask():
