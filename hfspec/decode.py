@@ -34,6 +34,7 @@ from hfspec.plan import Plan
 from hfspec.sampling.noise import BatchNoise
 from hfspec.sampling.processors import for_row
 from hfspec.texts import Texts
+from hfspec.verification.handback import complete
 from hfspec.verification.proving import Proving
 from hfspec.verification.ragged import RaggedTarget
 from hfspec.verification.target import StateTarget, Target, UncachedTarget
@@ -115,7 +116,8 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
 
     texts = Texts(prepared.input_ids)
     noise = BatchNoise(prepared.num_rows)
-    record = Record(prepared.generation_config, prepared.encoder_outputs)
+    by_rows = 0 if plan.is_in_step or prepared.num_rows == 1 else prepared.num_rows
+    record = Record(prepared.generation_config, prepared.encoder_outputs, by_rows)
     target = RaggedTarget(prepared, cache) if plan.is_ragged else _target_in_step(prepared, cache)
     acceptor = _acceptor(plan, prepared, texts, noise, record)
     contexts = contexts_of(prepared, plan.selection, noise, call.encoder_inputs)
@@ -132,6 +134,9 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
     proving = Proving(target, call.state.trial, print_, call.metrics, prepared.num_before)
     try:
         Loop(plan, texts, source, target, proving, acceptor, controller, call.metrics).write()
+        if prepared.returns_states and isinstance(target, RaggedTarget):
+            with forwards.decoding(call.model):
+                call.metrics.catch_ups += complete(prepared, target, proving, texts, record)
     except BaseException:
         if call.has_own_cache:
             target.recover(texts)
@@ -147,6 +152,8 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
     if prepared.streamer is not None:
         call.finish()  # who reads the text may ask for stats as soon as it ends
         prepared.streamer.end()
+    if record.is_by_rows:
+        record.gather_rows()
     sequences = texts.whole(plan.pad_id or 0)
     if prepared.returns_states or call.has_own_cache:
         with forwards.decoding(call.model):

@@ -154,6 +154,19 @@ class Texts:
             whole[row, : text.shape[1]] = text[0]
         return whole
 
+    def behind(self) -> "Texts | None":
+        """Of the rows of the batch those that are shorter than the longest, as they are, to be gone on with."""
+        lengths = self.all_lengths()
+        rows = [row for row, length in enumerate(lengths) if length < max(lengths)]
+        if not rows:
+            return None
+        behind = Texts(self.whole(0)[rows])
+        behind.num_prompt, behind.rows, behind._num_rows = self.num_prompt, rows, self._num_rows
+        behind.lengths = [lengths[row] for row in rows]
+        if len(set(behind.lengths)) > 1:
+            behind._ends = torch.tensor(behind.lengths, device=self.device)
+        return behind
+
     def all_lengths(self) -> list[int]:
         """The lengths of all texts of the batch."""
         lengths = {row: text.shape[1] for row, text in self._finished.items()}

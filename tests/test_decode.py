@@ -116,7 +116,7 @@ def test_a_padded_batch_is_sped_up(arch, do_sample):
 
 def test_why_rows_keep_in_step_is_kept():
     """A batch that somebody watches goes on row by row no more, and the reason is counted; it is no fallback."""
-    pair = both(shared(), noisy(), BATCH, NEW | {"return_dict_in_generate": True}, draft_budget=3).assert_same()
+    pair = both(shared(), noisy(), BATCH, NEW | IN_STEP, draft_budget=3).assert_same()
     pair.assert_drafted()
     assert pair.stats.lockstep_reasons.total() == 1
 
@@ -339,7 +339,7 @@ def test_drafts_of_several_lengths_are_verified_together():
 
 
 #: Makes rows keep in step.
-IN_STEP = {"return_dict_in_generate": True}
+IN_STEP = {"return_dict_in_generate": True, "output_hidden_states": True}
 
 
 def test_what_rows_in_step_bring_is_remembered_apart(monkeypatch):

@@ -25,12 +25,15 @@ class Record:
 
     Args:
         encoder_outputs: of an encoder-decoder model; `None` for others.
+        by_rows: how many rows go on each at its own pace; 0 where all are committed together.
 
     Attributes:
         scores: one processed `[rows, vocab]` a token, or `None` if not asked for; stopping criteria see it.
     """
 
-    def __init__(self, generation_config: GenerationConfig, encoder_outputs: ModelOutput | None = None) -> None:
+    def __init__(
+        self, generation_config: GenerationConfig, encoder_outputs: ModelOutput | None = None, by_rows: int = 0
+    ) -> None:
         self._returns_dict = bool(generation_config.return_dict_in_generate)
         self._encoder_outputs = encoder_outputs
         self._states: dict[str, tuple[Any, ...] | None] = {}
@@ -38,6 +41,11 @@ class Record:
             self._states[name] = self._begun(getattr(generation_config, f"output_{kind}"))
         self.scores = self._begun(generation_config.output_scores)
         self._logits = self._begun(generation_config.output_logits)
+        #: Whether tokens are added row by row, to be put together by `gather_rows`.
+        self.is_by_rows = by_rows > 0
+        # Of each row, `[tokens, vocab]`, piece by piece.
+        self._scores_of: list[list[torch.Tensor]] = [[] for _ in range(by_rows)]
+        self._logits_of: list[list[torch.Tensor]] = [[] for _ in range(by_rows)]
 
     @property
     def wants_scores(self) -> bool:
@@ -56,12 +64,26 @@ class Record:
         if self._logits is not None:
             self._logits += (logits,)
 
+    def add_scores_of(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Take those of one row's next tokens, `[tokens, vocab]` each."""
+        if self.scores is not None:
+            self._scores_of[row].append(scores)
+        if self._logits is not None:
+            self._logits_of[row].append(logits)
+
     def add_states(self, verified: Verified, index: int) -> None:
         """Take the states of the `index`-th token of a target forward."""
         for name, states in self._states.items():
             if states is not None:
                 get = verified.attentions_at if "attentions" in name else verified.hidden_states_at
                 self._states[name] = (*states, get(index, name))
+
+    def gather_rows(self) -> None:
+        """Put together what rows at their own paces have brought, once all have as many tokens."""
+        if self.scores is not None:
+            self.scores = _by_tokens(self._scores_of)
+        if self._logits is not None:
+            self._logits = _by_tokens(self._logits_of)
 
     def output(self, input_ids: torch.Tensor, make_cache: Callable[[], Any]) -> Any:
         """What vanilla's `_sample` would return; the cache is asked for only if it is part of that."""
@@ -79,3 +101,12 @@ class Record:
 
     def _begun(self, flag: bool | None) -> tuple[Any, ...] | None:
         return () if self._returns_dict and flag else None
+
+
+def _by_tokens(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Of rows' pieces `[tokens, vocab]`, which are used up, one `[rows, vocab]` a token."""
+    whole = []
+    for pieces in rows:
+        whole.append(torch.cat(pieces))
+        pieces.clear()
+    return tuple(torch.stack(token) for token in zip(*whole, strict=True))

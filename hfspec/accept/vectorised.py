@@ -198,7 +198,11 @@ class Vectorised:
         for row, outcome in zip(rows, outcomes.rows, strict=True):
             if outcome.has_ended and not self._is_in_step:
                 self._rule.end(row)
-        if self._record.wants_any:
+        if scores is not None and self._record.is_by_rows:
+            for index, (row, outcome) in enumerate(zip(rows, outcomes.rows, strict=True)):
+                states = [0, *(node + 1 for node in outcome.path)][: outcome.num_committed]
+                self._record.add_scores_of(row, *(each[index, states] for each in scores))
+        elif self._record.wants_any:
             states = [0, *(node + 1 for node in outcomes.rows[0].path)][: outcomes.num_committed[0]]
             for state in states:
                 self._record.add_states(verified, state)

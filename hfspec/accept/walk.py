@@ -134,7 +134,10 @@ class Walk:
         text = _Lent(texts, row)
         scores = self._processors_of(row)(text.ids, logits)
         was_written = text.give_back()
-        self._record.add_scores(scores, logits)
+        if row is not None and self._record.is_by_rows:
+            self._record.add_scores_of(texts.rows[row], scores, logits)
+        else:
+            self._record.add_scores(scores, logits)
         given = None if proposals is None or None in proposals else [each for each in proposals if each is not None]
         tokens = self._rule.choose(scores, given, texts.rows if row is None else texts.rows[row : row + 1])
         ended = texts.has_ended if row is None else [texts.has_ended[row]]

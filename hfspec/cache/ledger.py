@@ -136,6 +136,12 @@ class SpeculativeLayer(DynamicLayer):
         self.start, self.committed = new_start, min(self.committed, new_length)
         self._set_length(new_length)
 
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """Hold these, `[batch, heads, kept, head_dim]`, as the last of `length` slots, and nothing else."""
+        self.length = self.committed = length
+        self.start = length - keys.shape[-2]
+        self._replace(keys, values)
+
     def empty_vanilla(self) -> DynamicLayer:
         """The host's layer of this kind."""
         return DynamicLayer()

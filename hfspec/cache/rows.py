@@ -9,11 +9,11 @@ Counts are known twice: on the host, which decides by them, and on the device, w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from hfspec.cache.ledger import SpeculativeCache
+from hfspec.cache.marks import Mark
 from hfspec.cache.rollback import Rollback
 from hfspec.cache.seen import seen_by_nodes
 from hfspec.drafts import Draft
@@ -21,19 +21,6 @@ from hfspec.rounds import Outcomes
 
 #: Holes that may add up before rows are packed: an eighth of the slots, and at least this many.
 _BEARABLE_SHARE, _BEARABLE_HOLES = 8, 32
-
-
-@dataclass(frozen=True)
-class Mark:
-    """How the rows stood at one time."""
-
-    num_slots: int
-    positions: list[int]
-    num_tokens: list[int]
-    mask: torch.Tensor | None
-    on_device: torch.Tensor | None
-    has_inner_holes: bool
-    num_packs: int
 
 
 class Rows:
@@ -196,6 +183,12 @@ class Rows:
         self._rollback.num_read = mark.num_slots
         self.positions, self._num_tokens = mark.positions, mark.num_tokens
         self._mask, self._next, self._has_inner_holes = mark.mask, mark.on_device, mark.has_inner_holes
+
+    def slots_of(self, row: int) -> torch.Tensor:
+        """Where a row's tokens are, in their order, `[tokens]`. Waits for the device, where it has holes."""
+        if self._mask is None:
+            return torch.arange(self.num_slots, device=self._device)
+        return self._mask[row].nonzero()[:, 0]
 
     def checkpoint(self) -> None:
         """Everything read so far is committed."""

@@ -125,8 +125,9 @@ def lockstep_reason(prepared: Prepared) -> str | None:
         return f"{code}, and may hold something for each row, so that nobody knows whether rows may leave"
     if prepared.streamer is not None:
         return "a streamer sees the whole batch token by token"
-    if prepared.returns_states:
-        return "scores, states or a cache of the whole batch are wanted, those of finished rows included"
+    config = prepared.generation_config
+    if prepared.returns_states and (config.output_hidden_states or config.output_attentions):
+        return "states of every token are wanted, those of the padding behind finished rows included"
     if not are_row_independent(prepared.processors):
         return "a logits processor may look at the whole batch"
     if not all(type(each) in ROW_CRITERIA for each in prepared.criteria):

@@ -3,7 +3,7 @@
 Inputs are made here, without the host: ids, positions and mask say all that a decoder needs of a text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from hfspec.cache.ledger import SpeculativeCache
-from hfspec.cache.rows import Mark, Rows
+from hfspec.cache.marks import Mark
+from hfspec.cache.parked import ParkedRows
+from hfspec.cache.rows import Rows
 from hfspec.drafts import Draft
 from hfspec.host import architectures, forwards
 from hfspec.host.prepared import Prepared
@@ -31,6 +33,11 @@ class RaggedTarget(Target):
         super().__init__(prepared, cache)
         self._cache: SpeculativeCache
         self._rows: Rows | None = None
+        # Where the cache is handed back whole: the rows that have left, and what belongs to all of them.
+        self._returns_cache = prepared.returns_states
+        self._parked: ParkedRows | None = None
+        self._kwargs_of_all: dict[str, Any] = {}
+        self._at_work = list(range(prepared.num_rows))
         self._lengths: list[int] = []
         self._counts: torch.Tensor | None = None
         self._marks: list[Mark] = []
@@ -56,6 +63,9 @@ class RaggedTarget(Target):
             positions = kwargs["position_ids"][:, -1].expand(num_rows).tolist()
         is_counting = counts_slots(self.model, self._cache)
         self._rows = Rows(self._cache, positions, input_ids.device, mask, is_counting, num_slots)
+        if self._returns_cache and (num_rows > 1 or mask is not None):
+            self._parked = ParkedRows(self._cache, input_ids.device, mask, num_rows, is_counting)
+            self._kwargs_of_all = kwargs
         return verified
 
     def verify(self, texts: Texts, draft: Draft) -> Verified:
@@ -106,9 +116,34 @@ class RaggedTarget(Target):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         num_rows = len(self._the_rows().positions)
+        self._park(set(range(num_rows)) - set(rows))
+        self._at_work = [self._at_work[row] for row in rows]
         self._the_rows().select(rows)
         self._model_kwargs = forwards.select_rows(self._model_kwargs, rows, num_rows)
         self._template = None
+
+    def go_on_with(self, rows: Sequence[int]) -> None:
+        """Read on for these rows of the batch, of those that have ended; needs a call whose cache is handed back."""
+        if self._parked is None:
+            raise RuntimeError("nothing is kept of rows that have ended")
+        self._park(range(len(self._at_work)))
+        self._at_work = list(rows)
+        self._rows = self._parked.bring_back(rows)
+        self._model_kwargs = forwards.select_rows(self._kwargs_of_all, rows, self._parked.num_rows)
+        self._template = None
+
+    def cache_for_user(self) -> Any:
+        """The cache as vanilla hands it back, once every row has read as much."""
+        if self._parked is not None:
+            self._park(range(len(self._at_work)))
+            self._parked.bring_all_back()
+        return super().cache_for_user()
+
+    def _park(self, rows: Iterable[int]) -> None:
+        """Keep what was read of these rows, counted among those at work, if the cache is handed back."""
+        if self._parked is not None:
+            for row in sorted(rows):
+                self._parked.put(self._at_work[row], self._the_rows(), row)
 
     def recover(self, texts: Texts) -> None:
         """Nothing to do: a cache of the caller's is not handed here."""

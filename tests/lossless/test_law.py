@@ -177,6 +177,7 @@ def test_rows_of_a_batch_have_the_targets_law_too(in_step):
     """Rows that go on each at its own pace, and rows that go on together, are drawn as rows by themselves are."""
     model, ids, num_rows = shared(), prompt(1), 2 if in_step else 8
     batch = {"forced_bos_token_id": FIRST, "return_dict_in_generate": in_step, "logits_processor": []}
+    batch |= {"output_hidden_states": in_step}
     counts = torch.zeros(VOCAB)
     with hfspec.patched(model, noisy(scale=0.05 if in_step else 0.1), draft_budget=2, acceptance="rejection"):
         for seed in range(NUM_CALLS // num_rows):
