@@ -136,7 +136,7 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
         Loop(plan, texts, source, target, proving, acceptor, controller, call.metrics).write()
         if prepared.returns_states and isinstance(target, RaggedTarget):
             with forwards.decoding(call.model):
-                call.metrics.catch_ups += complete(prepared, target, proving, texts, record)
+                call.metrics.catch_ups += complete(prepared, plan, target, proving, texts, record)
     except BaseException:
         if call.has_own_cache:
             target.recover(texts)

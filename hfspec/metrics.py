@@ -47,7 +47,12 @@ class Proof:
 
     def covers(self, length: int, width: int) -> bool:
         """Whether what was found holds for such a text and forward: less than twice as long, and not much wider."""
-        return length < 2 * self.length and width < _MUCH_WIDER * self.width
+        return length < 2 * self.length and width <= self.reach
+
+    @property
+    def reach(self) -> int:
+        """The width up to which it holds."""
+        return _MUCH_WIDER * self.width - 1
 
     def with_reach_of(self, earlier: "Proof") -> "Proof":
         """The same with the earlier's length and width, where those are greater and both hold."""
@@ -85,7 +90,8 @@ class Metrics:
         prefills: target forwards over a prompt.
         trials: times the target's forward over several tokens was proved, or disproved, by forwards over one each.
         trial_forwards: target forwards that this took besides those of rounds.
-        catch_ups: target forwards after the last token, over what a cache that had to go back still lacked.
+        catch_ups: target forwards after the last token, over what a cache that is handed back still lacked, or over
+            the padding of rows that have ended.
         committed_tokens: tokens those rounds committed, recovered and bonus tokens included.
         drafted_tokens, accepted_tokens: draft tokens proposed / taken over.
         rejected_rounds: rounds in which a draft token was rejected.

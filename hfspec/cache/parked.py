@@ -52,11 +52,8 @@ class ParkedRows:
         self._counts_slots = counts_slots
         self._rows: dict[int, _Row] = {}
         self._num_padding = [0] * num_rows if mask is None else (mask == 0).sum(dim=-1).tolist()
-        most = max(self._num_padding)
-        # Of each layer, from its first slot on: that is 0, or as far back as a window reaches.
-        self._starts = [layer.start for layer in self._layers]
         self._padding = [
-            [_first(states, most - layer.start) for states in (layer.keys, layer.values)] for layer in self._layers
+            [_first(layer, row, count) for layer in self._layers] for row, count in enumerate(self._num_padding)
         ]
 
     def put(self, row: int, rows: Rows, at: int) -> None:
@@ -86,25 +83,23 @@ class ParkedRows:
     def bring_all_back(self) -> None:
         """Let the cache be vanilla's: a token of any row is where it is in the padded text."""
         length = self._rows[0].num_tokens + self._num_padding[0]
-        for index, layer in enumerate(self._layers):
+        for layer in self._layers:
             kept = length - layer.first_visible(length)
-            whole = [self._with_padding(row, index) for row in range(self.num_rows)]
+            # What is handed over is let go of at once.
+            whole = [_joined(self._padding[row].pop(0), self._rows[row].layers.pop(0)) for row in range(self.num_rows)]
             layer.fill(*_stacked(whole, kept), length=length)
-            for row in self._rows.values():
-                del row.layers[0]
         self._rows = {}
 
-    def _with_padding(self, row: int, index: int) -> _States:
-        """A row in one layer, those before which have been handed over already."""
-        num_padding = max(0, self._num_padding[row] - self._starts[index])
-        before = [each[row, :, :num_padding] for each in self._padding[index]]
-        keys, values = (torch.cat(pair, dim=1) for pair in zip(before, self._rows[row].layers[0], strict=True))
-        return keys, values
+
+def _first(layer: SpeculativeLayer, row: int, count: int) -> _States:
+    """A copy of what a row has in its first slots, as far back as a window reaches."""
+    count = max(0, count - layer.start)
+    return layer.keys[row, :, :count].clone(), layer.values[row, :, :count].clone()
 
 
-def _first(states: torch.Tensor, count: int) -> torch.Tensor:
-    """A copy of the first slots of `[batch, heads, slots, head_dim]`."""
-    return states[..., : max(0, count), :].clone()
+def _joined(before: _States, behind: _States) -> _States:
+    keys, values = (torch.cat(pair, dim=1) for pair in zip(before, behind, strict=True))
+    return keys, values
 
 
 def _stacked(rows: Sequence[_States], kept: int) -> tuple[torch.Tensor, torch.Tensor]:

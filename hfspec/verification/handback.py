@@ -10,17 +10,21 @@ from hfspec.accept.processing import Processing
 from hfspec.accept.record import Record
 from hfspec.drafts import Draft
 from hfspec.host.prepared import Prepared
+from hfspec.plan import Plan
 from hfspec.rounds import Outcome, Outcomes
 from hfspec.sampling.processors import for_row
 from hfspec.texts import Texts
+from hfspec.verification.fitting import fitted
 from hfspec.verification.proving import Proving
 from hfspec.verification.ragged import RaggedTarget
 
-#: Tokens a row that are read at once; logits of all rows.
-_MAX_TOKENS, _MAX_LOGITS = 128, 1 << 26
+#: Logits that are made at once, of all rows.
+_MAX_LOGITS = 1 << 26
 
 
-def complete(prepared: Prepared, target: RaggedTarget, proving: Proving, texts: Texts, record: Record) -> int:
+def complete(
+    prepared: Prepared, plan: Plan, target: RaggedTarget, proving: Proving, texts: Texts, record: Record
+) -> int:
     """Let all rows read on to the end of the longest text.
 
     Args:
@@ -30,7 +34,7 @@ def complete(prepared: Prepared, target: RaggedTarget, proving: Proving, texts: 
     Returns:
         The forwards that it took, without those of proofs.
     """
-    longest, pad_id, num_forwards = max(texts.all_lengths()), prepared.pad_id, 0
+    longest, pad_id, num_forwards = max(texts.all_lengths()), plan.pad_id, 0
     behind = texts.behind()
     if behind is None or pad_id is None:
         return 0
@@ -43,7 +47,8 @@ def complete(prepared: Prepared, target: RaggedTarget, proving: Proving, texts: 
             behind.select(rows)
         draft = Draft.empty(len(rows), behind.device)
         if target.problem is None:
-            draft = _padding(behind, longest, pad_id, _MAX_LOGITS // (len(rows) * prepared.vocab_size))
+            width = min(proving.widest, max(1, _MAX_LOGITS // (len(rows) * prepared.vocab_size)))
+            draft = fitted(_padding(behind, longest, pad_id, width), behind, plan)
         verified = proving.verify(behind, draft)
         num_forwards += 1
         draft = draft.cut([verified.num_drafted] * draft.num_rows)  # nothing, where a proof has failed
@@ -60,10 +65,9 @@ def complete(prepared: Prepared, target: RaggedTarget, proving: Proving, texts: 
     return num_forwards
 
 
-def _padding(texts: Texts, longest: int, pad_id: int, num_states: int) -> Draft:
-    """The padding that each row is still to read, behind its last token; the very last is never read."""
-    most = max(0, min(_MAX_TOKENS, num_states) - 1)
-    lengths = [min(longest - length - 1, most) for length in texts.lengths]
+def _padding(texts: Texts, longest: int, pad_id: int, width: int) -> Draft:
+    """What each row is still to read behind its last token, as far as one forward goes; the very last is never read."""
+    lengths = [min(longest - length, width) - 1 for length in texts.lengths]
     return Draft(torch.full((len(lengths), max(lengths)), pad_id, device=texts.device)).cut(lengths)
 
 

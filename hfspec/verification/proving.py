@@ -25,6 +25,8 @@ logger = logging.getLogger("hfspec")
 
 #: Tokens that are read one by one: the second sees the first, in the same forward or in the cache.
 _NUM_STEPS = 2
+#: How wide a forward may be that is proved for its own sake.
+_FIRST_WIDTH = 16
 #: What is against a model whose forwards do.
 _DRAWS = "the model draws random numbers in its forwards"
 #: Letters of somebody else's error that are repeated.
@@ -54,6 +56,12 @@ class Proving:
         self.seconds = 0.0
         trees = trial.problem(fingerprint.for_trees)
         self.why_chains: str | None = None if trees is None else f"as a tree, {trees}"
+
+    @property
+    def widest(self) -> int:
+        """The width of a forward over chains that need not be proved for its width; or that may be, where none was."""
+        known = self._trial.of(self._fingerprint)
+        return _FIRST_WIDTH if known is None else known.reach
 
     def prefill(self, input_ids: torch.Tensor) -> Verified:
         """The target's `prefill`; what it shows against the model is remembered."""

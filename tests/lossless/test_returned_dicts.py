@@ -6,20 +6,22 @@ import pytest
 import torch
 
 import hfspec
-from hfspec import Draft, plan
+from hfspec import Draft, RoundBudget, plan
 from hfspec.host import releases
+from hfspec.host.prepared import Prepared
 from hfspec.verification import handback
+from hfspec.verification.ragged import RaggedTarget
 from hfspec.verification.target import Target
 from tests.models import (
     COUNTING,
     PAD,
     SUPPORTED,
+    VOCAB,
     WINDOWED,
     FunctionSource,
     OnForward,
     Pair,
     Scripted,
-    assert_same,
     both,
     build,
     noisy,
@@ -36,6 +38,8 @@ SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 40}
 RAGGED = (*SUPPORTED, *WINDOWED, *COUNTING)
 DICT = {"return_dict_in_generate": True}
 ALL = DICT | {"output_scores": True, "output_logits": True}
+#: A source that proposes nothing.
+SILENT = FunctionSource(lambda input_ids, budget, number: Draft.empty(1, torch.device("cpu")))
 STATES = "states of every token are wanted, those of the padding behind finished rows included"
 
 
@@ -136,48 +140,68 @@ def test_finished_rows_are_processed_too(name, is_walk, monkeypatch):
     assert len(set(lengths_of(pair, call))) > 1
 
 
-@pytest.mark.parametrize("limit", [("_MAX_TOKENS", 3), ("_MAX_LOGITS", 97 * 7), ("_MAX_LOGITS", 1)], ids=str)
+@pytest.mark.parametrize("limit", ["3 tokens' logits", "no logits", "a proof's width", "positions"])
 @pytest.mark.parametrize("arch", ["gpt2", "mistral", "gpt_neo"])
 def test_much_padding_is_read_in_parts(arch, limit, monkeypatch):
-    """No more at once than is allowed, in as many forwards as that takes."""
-    model, draft = models(arch)
-    monkeypatch.setattr(handback, *limit)
-    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 30}, 4, None, 9) | ALL
-    pair = assert_at_own_pace(both(model, draft, None, call, draft_budget=4))
+    """As many tokens at once as memory, what is proved, or the target's positions allow."""
+    attn = "eager" if arch in COUNTING else "sdpa"
+    model, draft = build(arch, attn=attn), noisy(arch, attn=attn)
+    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 60}, 2, None, 3)
+    if "logits" in limit:
+        monkeypatch.setattr(handback, "_MAX_LOGITS", 3 * 3 * VOCAB if limit.startswith("3") else 1)
+    if limit == "positions":
+        monkeypatch.setattr(Prepared, "max_length", 11 + 40)
+    budget = 1 if limit == "a proof's width" else 4
+    pair = assert_at_own_pace(both(model, draft, None, call | ALL, draft_budget=budget))
     assert pair.stats.last.catch_ups > 3
+    without = both(model, draft, None, call, draft_budget=budget).assert_same()
+    is_proved = pair.stats.last.trials == without.stats.last.trials
+    assert is_proved or limit == "positions", "what is proved of drafts is enough for padding"
 
 
-def test_padding_is_read_one_by_one_where_more_is_disproved(monkeypatch):
+@pytest.mark.parametrize("when", ["by a draft", "by padding"])
+def test_padding_is_read_one_by_one_where_more_is_disproved(when, monkeypatch):
     """A forward that is wrong when it is wide serves no row, nor its padding; the dict is vanilla's."""
-    model, draft = build(attn="sdpa"), noisy(attn="sdpa")
+    model = build(attn="sdpa")
+    source = noisy(attn="sdpa") if when == "by a draft" else SILENT
     honest = Target._forward
 
     def wrong_if_wide(self: Target, inputs: dict[str, Any], *counts: int) -> Any:
         verified = honest(self, inputs, *counts)
-        if inputs["input_ids"].shape[1] > 8:
+        if inputs["input_ids"].shape[1] > 1:
             verified.logits.mul_(-1.0)
         return verified
 
     monkeypatch.setattr(Target, "_forward", wrong_if_wide)
-    monkeypatch.setattr("hfspec.metrics._MUCH_WIDER", 2)  # so that drafts of three prove nothing for the padding
-    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 40}, 3, None, 8) | ALL
-    plain = model.generate(**call)
-    with hfspec.patched(model, draft, draft_budget=3):
-        fast = model.generate(**call)
-        last = hfspec.stats(model).last
-    assert_same(plain, fast)
-    assert last.accepted_tokens > 0
+    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 60}, 3, None, 8) | ALL
+    last = both(model, source, None, call, draft_budget=3).assert_same().stats.last
+    assert last.trials == 1
     assert last.catch_ups > 3
     assert last.fallback_reason is not None
     assert "differ" in last.fallback_reason
 
 
+@pytest.mark.parametrize("when", [1, 3])
+def test_rows_are_filled_up_where_drafts_failed(when):
+    """Whatever became of the drafts, scores and cache are whole, and padding is proved on its own account."""
+    model = build(attn="sdpa")
+    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 30}, 4, None, 12) | ALL
+
+    def fail(input_ids: torch.Tensor, budget: RoundBudget, number: int) -> Draft:
+        if number >= when:
+            raise RuntimeError("no more")
+        return Draft(torch.full((1, 2), 5))
+
+    pair = both(model, FunctionSource(fail), None, call, draft_budget=3).assert_same()
+    assert not pair.stats.lockstep_reasons
+    assert pair.stats.last.catch_ups > 0
+
+
 def test_padding_is_read_at_once_where_nothing_was_drafted():
     """Nothing is proved by then; the proof is made for the padding, and rows that ended early cost no more than it."""
     model = build(attn="sdpa")
-    silent = FunctionSource(lambda input_ids, budget, number: Draft.empty(1, torch.device("cpu")))
-    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 40}, 3, None, 8) | ALL
-    pair = both(model, silent, None, call, draft_budget=3).assert_same()
+    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 17}, 3, None, 8) | ALL
+    pair = both(model, SILENT, None, call, draft_budget=3).assert_same()
     assert pair.stats.last.catch_ups == 1
     assert pair.stats.last.trial_forwards <= 2
 
@@ -201,6 +225,13 @@ def test_a_single_row_behind_much_padding(arch):
     ids = torch.cat([torch.full((1, 50), PAD), prompt(4)], dim=1)
     call = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "max_new_tokens": 60} | ALL
     assert_at_own_pace(both(model, draft, None, call, draft_budget=4))
+
+
+def test_attention_weights_over_much_padding():
+    """They are as wide as vanilla's cache."""
+    model, draft = shared("gpt2"), noisy("gpt2")
+    call = {name: each[:1] for name, each in prompts(6, 60).items()} | {"max_new_tokens": 20} | ALL
+    both(model, draft, None, call | {"output_attentions": True}, draft_budget=3).assert_same().assert_drafted()
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "mistral"])
@@ -269,21 +300,64 @@ def test_states_keep_rows_in_step(states):
     assert list(pair.stats.lockstep_reasons) == [STATES]
 
 
+def forwards_of(model: Any, source: Any, call: dict[str, Any]) -> list[int]:
+    """The rows of every forward that the target makes, the prompt's first."""
+    seen: list[int] = []
+    watch = OnForward(model, before=lambda module, args, kwargs: seen.append(len(kwargs["input_ids"])))
+    try:
+        with hfspec.patched(model, source, draft_budget=6):
+            model.generate(**call)
+            assert hfspec.stats(model).last.target_forward_passes == len(seen)
+    finally:
+        watch.remove()
+    return seen
+
+
 def test_fewer_forwards_than_in_step():
-    """Rows that drift apart do not wait for each other, nor for one that ended early and reads on at the end."""
+    """Rows that drift apart do not wait for each other, as if no dict were wanted."""
     model, _ = models("llama")
-    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 48}, None, 5)
+    call = prompts(*LENGTHS) | {"max_new_tokens": 48}
     script = Scripted(plain_text(model, None, **call), [6, 0, 6, 6])
-    counts = []
-    for more in ({}, {"output_hidden_states": True}):
-        seen: list[int] = []
-        watch = OnForward(model, before=lambda module, args, kwargs, seen=seen: seen.append(1))
-        try:
-            with hfspec.patched(model, script, draft_budget=6):
-                model.generate(**call, **ALL, **more)
-                assert bool(hfspec.stats(model).lockstep_reasons) == bool(more)
-        finally:
-            watch.remove()
-        counts.append(len(seen))
-    own_pace, in_step = counts
-    assert own_pace < 0.7 * in_step
+    without = forwards_of(model, script, call)
+    own_pace = forwards_of(model, script, call | ALL)
+    in_step = forwards_of(model, script, call | ALL | {"output_hidden_states": True})
+    assert own_pace == without
+    assert len(own_pace) < 0.7 * len(in_step)
+
+
+def test_a_row_that_ends_early_is_read_in_a_few_wide_forwards():
+    """The others go on without it; what it lacks is read at the end, by it alone."""
+    model = build(attn="sdpa")
+    call = ending(model, prompts(*LENGTHS) | {"max_new_tokens": 80}, None, 5)
+    pair = assert_at_own_pace(both(model, build(attn="sdpa"), None, call | ALL, draft_budget=6))
+    lengths = lengths_of(pair, call)
+    without = forwards_of(model, build(attn="sdpa"), call)
+    forwards = forwards_of(model, build(attn="sdpa"), call | ALL)
+    assert forwards[: len(without)] == without, "padding is read when all have ended"
+    assert len(forwards) - len(without) == pair.stats.last.catch_ups <= 3
+    assert max(forwards[len(without) :]) == sum(length < max(lengths) for length in lengths)
+
+
+@pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (200, 8, 90, 150)], ids=["alike", "padded"])
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+def test_what_is_kept_takes_little_more_than_vanillas_cache(arch, lengths, monkeypatch):
+    """Rows in the cache and rows that have left, together: vanilla's, a quarter, and 96 slots."""
+    model, _ = models(arch)
+    call = ending(model, prompts(*lengths) | {"max_new_tokens": 120}, 10, 40, 70, None)
+    script = Scripted(plain_text(model, None, **call), [6, 0, 3])
+    taken: list[tuple[float, int]] = []
+    honest = RaggedTarget.select
+
+    def noting(self: RaggedTarget, rows: Any) -> None:
+        honest(self, rows)
+        layer, parked = self._cache.layers[-1], self._parked
+        assert parked is not None
+        kept = [row.layers[-1][0] for row in parked._rows.values()]
+        kept += [row[-1][0] for row in parked._padding]
+        num = sum(each.untyped_storage().nbytes() // each.element_size() for each in (layer._key_buffer, *kept))
+        taken.append((num / layer.keys[:1, :, :1].numel() / len(lengths), self._the_rows().num_slots))
+
+    monkeypatch.setattr(RaggedTarget, "select", noting)
+    assert_at_own_pace(both(model, script, None, call | ALL, draft_budget=6))
+    assert len(taken) >= 2
+    assert all(slots <= 1.25 * max(num, max(lengths)) + 96 for slots, num in taken), taken
