@@ -71,6 +71,8 @@ class Rollback(_WayBack):
         self._states = [layer for layer in layers if keeps_state(layer)]
         self._others = list(others)
         self._num_slots_before: int | None = None
+        self._lengths_at_checkpoint: dict[int, int] = {}
+        self._lengths_before: dict[int, int] = {}  # before the last forward
         self._checkpoint_at = num_read
         self._restores: list[Callable[[], None]] = []
 
@@ -79,9 +81,17 @@ class Rollback(_WayBack):
         """Whether `to` reaches any point, not only the last checkpoint."""
         return not self._states and not self._others and all(_crops(layer) for layer in self._layers)
 
+    @contextmanager
+    def reading(self, num_tokens: int) -> Iterator[None]:
+        """A forward over so many tokens a row; if it fails, whatever it has written is taken back."""
+        self._lengths_before = self._lengths()
+        with super().reading(num_tokens):
+            yield
+
     def checkpoint(self) -> None:
         """Everything read so far is committed: never go back beyond this point."""
         if self.goes_back_at_will:
+            self._lengths_at_checkpoint, self._checkpoint_at = self._lengths(), self.num_read
             for layer in self._layers:
                 if isinstance(layer, SpeculativeLayer):
                     layer.committed = layer.length
@@ -99,8 +109,11 @@ class Rollback(_WayBack):
         if excess <= 0:
             return
         if self.goes_back_at_will:
-            for layer in self._layers:
-                _forget(layer, excess)
+            is_ahead = self.num_read != self._checkpoint_at
+            stood_still = self._still_at(self._lengths_at_checkpoint) if is_ahead else set()
+            for number, layer in enumerate(self._layers):
+                if number not in stood_still:
+                    _forget(layer, excess)
             self.num_read = num_read
         else:
             self._restore()
@@ -109,12 +122,25 @@ class Rollback(_WayBack):
     def _layers(self) -> list[Any]:
         return caches.text_layers(self._cache)
 
+    def _lengths(self) -> dict[int, int]:
+        """The slots of those layers that know them without a look at the device, by the layers' numbers."""
+        return {
+            number: int(layer.get_seq_length())
+            for number, layer in enumerate(self._layers)
+            if isinstance(layer, DynamicLayer)
+        }
+
+    def _still_at(self, lengths: dict[int, int]) -> set[int]:
+        """Which layers have not grown since they were so long: Mllama has some that hold an image, and no text."""
+        return {number for number, length in self._lengths().items() if lengths.get(number) == length}
+
     def _take_back(self) -> None:
         if not self.goes_back_at_will:
             self._restore()
             return
-        for layer in self._layers:
-            if hasattr(layer, "get_seq_length"):
+        stood_still = self._still_at(self._lengths_before)
+        for number, layer in enumerate(self._layers):
+            if hasattr(layer, "get_seq_length") and number not in stood_still:
                 excess = int(layer.get_seq_length()) - (self._num_slots_before or 0) - self.num_read
                 if excess > 0:
                     _forget(layer, excess)

@@ -48,6 +48,7 @@ class Context:
         noise: the noise of a seeded call.
         prompt_mask: `[1, prompt_length]`, 0 where the prompt holds what is no text (padding, places of images);
             `None` if nowhere.
+        prompt_length: ids of the prompt, padding and places of images included; 0 where nobody has said so.
         row: which row of the batch this is.
         max_read: the most ids that the call wants read in one forward, where it limits that; `None` for any number.
         inputs: what else the row was given, as `generate()` keywords: an encoder's input, images; a batch of one.
@@ -62,6 +63,7 @@ class Context:
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     noise: Peek = field(default_factory=lambda: BatchNoise(1).share())
     prompt_mask: torch.Tensor | None = None
+    prompt_length: int = 0
     row: int = 0
     max_read: int | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)

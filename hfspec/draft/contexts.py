@@ -37,6 +37,7 @@ def contexts_of(
             processors=for_row(prepared.processors, row, num_rows),
             noise=noise.share([row]),
             prompt_mask=prepared.text_mask(row),
+            prompt_length=prepared.input_ids.shape[1],
             row=row,
             max_read=prepared.generation_config.prefill_chunk_size,
             inputs=inputs_of(prepared, encoder_inputs, row),

@@ -13,11 +13,17 @@ from transformers.utils import ModelOutput
 
 from hfspec.draft.base import Context
 from hfspec.errors import DraftError
+from hfspec.host import forwards, releases
 
 #: Of a context's inputs, the one that says what is padding.
 _MASK = "attention_mask"
+#: Keywords that sessions make for every forward.
+_MADE_HERE = {
+    *("input_ids", "inputs_embeds", _MASK, "position_ids", "cache_position", *releases.TOKEN_TYPES),
+    *(*releases.CACHE_KEYS, "use_cache", "logits_to_keep", "return_dict"),
+}
 #: How inputs are called that hold something for each id of the prompt.
-_TYPES_OF_IDS = "token_type_ids"
+_TYPES_OF_IDS, _MASKS_OF_IDS = "token_type_ids", "attention_mask"
 
 
 def media_names(context: Context) -> set[str]:
@@ -51,17 +57,55 @@ def of_encoder(model: PreTrainedModel, context: Context, device: torch.device) -
     return masked | {"encoder_outputs": encoder(**given, return_dict=True)}
 
 
-def media(model: PreTrainedModel, context: Context, width: int, device: torch.device) -> dict[str, Any]:
-    """The images and sounds in a row's first `width` ids, for the forward that reads them."""
-    mask, given = given_mask(context), {}
-    for name, value in context.inputs.items():
-        if name == _MASK:
-            continue
-        if name.endswith(_TYPES_OF_IDS):  # one for each id of the prompt; text comes behind it
-            types = Visible(mask).of(value)
-            value = functional.pad(types, (0, width - types.shape[1]))
-        given[name] = _to(model, device, value)
-    return given
+class Media:
+    """The images and sounds of a row, as a draft that sees them is handed them forward by forward.
+
+    Most models are done with them after the first. Others take masks for each token, or what they have made of images;
+    these read the prompt by itself, and what is behind it as their own preparation wants it.
+    """
+
+    def __init__(self, model: PreTrainedModel, context: Context, device: torch.device) -> None:
+        self._model = model
+        self._context = context
+        self._device = device
+        self._outputs = ModelOutput()  # of the prompt's forward
+        self._kwargs: dict[str, Any] = {}
+        self._length = 0  # that the kwargs have grown to
+        #: Whether the first forward must be over the prompt, and no more.
+        self.grows = forwards.grows_itself(model)
+
+    def first(self, width: int) -> dict[str, Any]:
+        """Keywords of the forward that reads the row's first `width` ids."""
+        mask, given = given_mask(self._context), {}
+        for name, value in self._context.inputs.items():
+            if name == _MASK:
+                continue
+            is_of_ids = name.endswith((_TYPES_OF_IDS, _MASKS_OF_IDS))
+            if is_of_ids and mask is not None and value.shape[:2] == mask.shape:
+                value = Visible(mask).of(value)
+            if name.endswith(_TYPES_OF_IDS):  # text comes behind the prompt
+                value = functional.pad(value, (0, width - value.shape[1]))
+            given[name] = _to(self._model, self._device, value)
+        return given
+
+    def were_read(self, given: dict[str, Any], outputs: ModelOutput, width: int) -> None:
+        """Learn what that forward has given."""
+        if self.grows:
+            self._outputs, self._kwargs, self._length = outputs, given | {"use_cache": True}, width
+
+    def behind(self, num_before: int, width: int) -> dict[str, Any]:
+        """Keywords of a later forward, over `width` tokens behind so many: what the model's own preparation adds."""
+        if not self.grows:
+            return {}
+        length = num_before + width
+        places = {} if releases.FEEDS_BY_LENGTH else {"cache_position": torch.arange(length, device=self._device)}
+        while self._length < length:
+            self._kwargs = forwards.advance(self._model, self._outputs, self._kwargs | places, 1)
+            self._length += 1
+        ids = torch.zeros(1, length, dtype=torch.long, device=self._device)
+        kwargs = self._kwargs | places | {_MASK: torch.ones_like(ids)}
+        prepared = forwards.prepare_last(self._model, ids, width, kwargs)
+        return {name: value for name, value in prepared.items() if name not in _MADE_HERE}
 
 
 def token_types(types: torch.Tensor, visible: "Visible", width: int, num_first: int) -> torch.Tensor:
@@ -89,11 +133,11 @@ class Visible:
         self.num_hidden = 0 if self._indices is None else self._num_prompt - len(self._indices)
 
     def of(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The ids of a text `[1, n]` that are not hidden."""
+        """The ids of a text `[1, n]` that are not hidden, or what there is for each `[1, n, …]`."""
         if self._indices is None:
             return input_ids
-        prompt = input_ids.index_select(1, self._indices.to(input_ids.device))
-        return torch.cat([prompt, input_ids[:, self._num_prompt :]], dim=-1)
+        prompt = input_ids[:, : self._num_prompt].index_select(1, self._indices.to(input_ids.device))
+        return torch.cat([prompt, input_ids[:, self._num_prompt :]], dim=1)
 
 
 def _to(model: PreTrainedModel, device: torch.device, value: Any) -> Any:

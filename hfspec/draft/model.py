@@ -105,9 +105,10 @@ class ModelSession(Session):
         }
         if source.takes_encoder_outputs:
             self._constant_inputs |= inputs.of_encoder(source.model, contexts[0], self._device)
-        self._sees = source.sees(contexts[0])
+        sees = source.sees(contexts[0])
+        self._media = inputs.Media(source.model, contexts[0], self._device) if sees else None
         self._takes_types = source.takes_token_types and all(each.token_types is not None for each in contexts)
-        masks = [inputs.given_mask(each) if self._sees else each.prompt_mask for each in contexts]
+        masks = [inputs.given_mask(each) if sees else each.prompt_mask for each in contexts]
         self._visible = [inputs.Visible(mask) for mask in masks]
         hidden, start = [each.num_hidden for each in self._visible], [0] * len(contexts)
         self._rows = Rows(self._cache, start, self._device, counts_slots=is_counting, num_hidden=hidden)
@@ -183,8 +184,12 @@ class ModelSession(Session):
             before = [each[:, :-1] for each in unread]
             self._read(_filled(before, width - 1, False), [each - 1 for each in num_unread], wants_logits=False)
             return self._read(torch.cat([each[:, -1:] for each in unread]), [1] * len(unread))
+        if is_first and self._media is not None and self._media.grows:
+            num_prompt = self._contexts[0].prompt_length - self._visible[0].num_hidden
+            self._read(unread[0][:, :num_prompt], [num_prompt], wants_logits=False)
+            return self._read(unread[0][:, num_prompt:], [width - num_prompt])
         most = self._contexts[0].max_read
-        if most is not None and min(num_unread) == width and not self._sees:
+        if most is not None and min(num_unread) == width and self._media is None:
             while width > most:
                 self._read(_filled([each[:, :most] for each in unread], most, True), [most] * len(unread))
                 unread, width = [each[:, most:] for each in unread], width - most
@@ -210,8 +215,10 @@ class ModelSession(Session):
         kwargs["decoder_input_ids" if self._source.is_encoder_decoder else "input_ids"] = token_ids.to(self._device)
         if mask is not None:
             kwargs["attention_mask"] = mask
-        if self._sees:  # what comes behind an image has positions that only the model knows
-            kwargs |= inputs.media(self._source.model, self._contexts[0], width, self._device) if is_first else {}
+        if self._media is not None:  # what comes behind an image has positions that only the model knows
+            num_before = self._rows.num_slots - width
+            media = self._media.first(width) if is_first else self._media.behind(num_before, width)
+            kwargs |= media
             if self._source.takes_cache_position:
                 kwargs["cache_position"] = position_ids[0]
         elif self._source.takes_position_ids:
@@ -223,7 +230,10 @@ class ModelSession(Session):
         if self._source.limits_logits:
             kwargs["logits_to_keep"] = 1 if ends_together or not wants_logits else width
         with stepping([] if is_first else self._stepping_layers):
-            logits: torch.Tensor = self._source.model(**kwargs).logits
+            outputs = self._source.model(**kwargs)
+        if self._media is not None and is_first:
+            self._media.were_read(media, outputs, width)
+        logits: torch.Tensor = outputs.logits
         if not ends_together:
             last = torch.tensor(lengths, device=self._device) if counts is None else counts.to(self._device)
             self._rows.close(lengths, lengths, last, last)

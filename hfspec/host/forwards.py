@@ -52,15 +52,14 @@ def advance(
 ) -> dict[str, Any]:
     """Return `model_kwargs` with mask, positions and token types grown by `num_new_tokens`, as vanilla grows them.
 
-    `outputs` may be empty; where it holds a cache, that cache is taken over.
+    `outputs` is what the forward before has given; it may be empty unless the model `grows_itself`.
     """
     host: Any = model
     model_kwargs = dict(model_kwargs)
     # Token types grow otherwise by many than one by one, which is how vanilla decodes, and how a model's own way of
     # growing its inputs is called.
     has_types = any("token_type" in name and value is not None for name, value in model_kwargs.items())
-    is_hosts = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
-    if releases.ADVANCES_BY_MANY and is_hosts and not has_types:
+    if releases.ADVANCES_BY_MANY and not grows_itself(model) and not has_types:
         advanced: dict[str, Any] = host._update_model_kwargs_for_generation(
             outputs, model_kwargs, model.config.is_encoder_decoder, num_new_tokens
         )
@@ -74,6 +73,24 @@ def advance(
             position_ids = model_kwargs["position_ids"]
             model_kwargs["position_ids"] = torch.cat([position_ids, position_ids[..., -1:]], dim=-1)
     return model_kwargs
+
+
+def grows_itself(model: PreTrainedModel) -> bool:
+    """Whether a class has a way of its own to grow its inputs, perhaps by what forwards give besides the cache."""
+    return type(model)._update_model_kwargs_for_generation is not GenerationMixin._update_model_kwargs_for_generation
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether inputs of two forwards are the same: nested tensors by their values, caches by identity."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_alike(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(are_alike, one, other))
+    return isinstance(one, bool | int | float | str) and one == other
 
 
 def prepare_last(

@@ -1,6 +1,7 @@
 """Why a call is not sped up, or its rows must keep in step. Every reason ends a sentence that starts with the call."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def plain_reason(prepared: Prepared, max_drafted: int) -> str | None:
     problem = _own_preparation(model) or (target_problem(model.config) if prepared.uses_cache else None)
     if problem is not None:
         return problem
+    if any(isinstance(value, Iterator) for value in prepared.model_kwargs.values()):
+        return "an input comes piece by piece while the text is written"
     if torch.is_grad_enabled():
         return "gradients are recorded through it"
     if getattr(config, "is_assistant", False):

@@ -29,6 +29,8 @@ _NUM_STEPS = 2
 _FIRST_WIDTH = 16
 #: What is against a model whose forwards do.
 _DRAWS = "the model draws random numbers in its forwards"
+#: What is against a model whose inputs follow from every single forward.
+_GROWS = "the inputs of its forwards depend on what every forward before has given"
 #: Letters of somebody else's error that are repeated.
 _MAX_LETTERS = 200
 
@@ -118,6 +120,8 @@ class Proving:
             generators.put_back()
             return self._give_up(texts, draft, replace(at_hand, problem=_DRAWS))
         proof = _compared(target.model, singles, verified, draft, at_hand)
+        if proof.problem is None and not target.grows_alike([*singles, verified]):
+            proof = replace(proof, problem=_GROWS)
         if proof.problem is not None:
             return self._give_up(texts, draft, proof)
         self._trial.note(self._fingerprint_of(draft), proof)

@@ -3,6 +3,7 @@
 Knows nothing of where drafts come from or how they are judged.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -42,6 +43,9 @@ class Target:
         self._rollback: Rollback | StateRollback = Rollback(cache, layers=modules_where(prepared.model, keeps_state))
         self._stepping_layers = stepping_layers(prepared.model)
         self._num_new = 0
+        # What the last forward gave, where a model's inputs grow by more of it than the cache.
+        self._grows_itself = forwards.grows_itself(prepared.model)
+        self._outputs = ModelOutput()
         #: Forwards made after the prompt's.
         self.num_forwards = 0
         #: Why nothing can be verified in one forward, as a forward of this call has shown; `None` if it can.
@@ -55,6 +59,7 @@ class Target:
     def prefill(self, input_ids: torch.Tensor) -> Verified:
         """Read the prompt `[rows, length]`; the logits choose the first token."""
         outputs, kwargs = forwards.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
+        self._outputs = outputs if self._grows_itself else self._outputs
         self._model_kwargs = forwards.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
         if others := _other_caches(self._model_kwargs):
@@ -100,7 +105,14 @@ class Target:
         """
         num_committed = outcomes.num_committed[0]
         self.level_cache(self._num_new + num_committed)
-        self._model_kwargs = forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_committed)
+        self._model_kwargs = self._grown(num_committed)
+
+    def grows_alike(self, forwards_made: Sequence[Verified]) -> bool:
+        """Whether the inputs grow by the same, whichever of these forwards comes before."""
+        if not self._grows_itself:
+            return True
+        grown = [forwards.advance(self.model, each.outputs, self._model_kwargs, 1) for each in forwards_made]
+        return all(forwards.are_alike(grown[0], each) for each in grown[1:])
 
     def level_cache(self, num_new: int) -> None:
         """Bring the cache to the text without its last token, of `num_new` in all; also after an error in mid-round."""
@@ -119,7 +131,7 @@ class Target:
             ahead = num_read - self._num_new
             kwargs = forwards.cut_last(self.model, self._model_kwargs)
             if ahead >= 0:
-                kwargs = forwards.advance(self.model, ModelOutput(), self._model_kwargs, ahead)
+                kwargs = self._grown(ahead)
             input_ids = texts.together()[:, : texts.num_prompt + num_read]
             with suppress(Exception):  # the caller gets the first error
                 self._forward(forwards.prepare_last(self.model, input_ids, num_missing, kwargs), 1, num_missing)
@@ -145,7 +157,11 @@ class Target:
         if not draft.num_tokens:
             return texts.together(), self._model_kwargs
         input_ids = torch.cat([texts.together(), draft.token_ids], dim=-1)
-        return input_ids, forwards.advance(self.model, ModelOutput(), self._model_kwargs, draft.num_tokens)
+        return input_ids, self._grown(draft.num_tokens)
+
+    def _grown(self, num_tokens: int) -> dict[str, Any]:
+        """The model kwargs grown by so many tokens."""
+        return forwards.advance(self.model, self._outputs, self._model_kwargs, num_tokens)
 
     def _forward(self, model_inputs: dict[str, Any], num_logits: int, num_read: int) -> Verified:
         if "logits_to_keep" in model_inputs:
@@ -155,6 +171,7 @@ class Target:
         self.num_forwards += 1
         with self._reading(num_read), stepping(self._stepping_layers), forwards.wide(num_rows, num_read):
             outputs = self.model(**model_inputs, return_dict=True)
+        self._outputs = outputs if self._grows_itself else self._outputs
         num_given = outputs.logits.shape[1]
         if num_given < num_logits:
             given = "the last token only" if num_given == 1 else f"{num_given} tokens"
@@ -170,6 +187,7 @@ class StateTarget(Target):
 
     def __init__(self, prepared: Prepared) -> None:
         super().__init__(prepared, prepared.cache)
+        self._grows_itself = False  # the state is seen to here
         self._key = architectures.state_key(self.model.config) or releases.CACHE_KEY
 
     def prefill(self, input_ids: torch.Tensor) -> Verified:
@@ -184,8 +202,7 @@ class StateTarget(Target):
         num_committed = outcomes.num_committed[0]
         self.level_cache(self._num_new + num_committed)
         state = self._model_kwargs[self._key]
-        grown = forwards.advance(self.model, ModelOutput(), self._model_kwargs, num_committed)
-        self._model_kwargs.update(grown | {self._key: state})
+        self._model_kwargs.update(self._grown(num_committed) | {self._key: state})
 
     def cache_for_user(self) -> Any:
         """The state, as vanilla hands it back."""

@@ -198,7 +198,7 @@ def noisy_copy(model: Any, scale: float = 0.02) -> Any:
     with torch.no_grad():
         for weight in model.parameters():
             weight += (
-                scale * weight.std().nan_to_num() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+                scale * weight.std(correction=0) * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
             )
     return model
 
