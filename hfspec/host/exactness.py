@@ -27,6 +27,7 @@ _BY_TYPE = {
     "musicgen_decoder": _CODES,
     "musicgen_melody_decoder": _CODES,
     "prophetnet": "behind a cache it takes single tokens only",
+    "unlimited_ocr_text": "its window lets several tokens at once see further back than one",
     "xlm": "it puts a mask token behind every text, so that nothing it has read can be kept",
 }
 #: The same, in releases whose masks for several tokens behind a cache are not those for one (4.57 and 5.17).

@@ -156,6 +156,25 @@ def prepares_simply(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> boo
     return own and releases.FEEDS_BY_LENGTH and not has_types
 
 
+def hands_on_positions(model: PreTrainedModel, cache: Any) -> bool:
+    """Whether positions and mask that are asked for come to the model: its own preparation may make others.
+
+    Args:
+        cache: of the kind that the call uses, with whatever in it.
+    """
+    own = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    if own or not architectures.takes_position_ids(model):
+        return True
+    ids, position_ids = torch.zeros(2, 2, dtype=torch.long), torch.tensor([[7], [5]])
+    kwargs: dict[str, Any] = {releases.CACHE_KEY: cache, "use_cache": True}
+    try:
+        kwargs = with_slots(model, kwargs, torch.tensor([[1, 1], [0, 1]]), position_ids, num_slots=1)
+        given = prepare_last(model, ids, 1, kwargs).get("position_ids")
+    except Exception:  # it wants more than every call brings
+        return False
+    return isinstance(given, torch.Tensor) and given.tolist() == [[7], [5]]  # PaliGemma of 4.57 writes into ours
+
+
 def select_rows(model_kwargs: dict[str, Any], rows: Any, num_rows: int) -> dict[str, Any]:
     """Return `model_kwargs` for some rows of the batch: by the host's convention every tensor has rows first."""
     return {

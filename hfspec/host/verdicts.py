@@ -154,6 +154,8 @@ def apart_problem(prepared: Prepared, cache: Any) -> str | None:
         return problem
     if prepared.has_media or prepared.model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is more than text"
+    if not forwards.hands_on_positions(prepared.model, cache):
+        return "the model's own preparation of its inputs makes positions of its own"
     if any(_is_unknown(name, value) for name, value in prepared.model_kwargs.items()):
         return "the model is handed more than what is known to have a row for each text"
     mask = prepared.model_kwargs.get("attention_mask")

@@ -16,6 +16,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessor,
+    MistralForCausalLM,
     StaticCache,
     StoppingCriteria,
     UdopConfig,
@@ -25,7 +26,19 @@ from transformers.generation.streamers import BaseStreamer
 
 import hfspec
 from hfspec.host import architectures, forwards, releases
-from tests.models import PAD, RECURRENT, FunctionSource, OnForward, both, build, noisy, prompt, prompts, shared
+from tests.models import (
+    PAD,
+    RECURRENT,
+    FunctionSource,
+    OnForward,
+    Scripted,
+    both,
+    build,
+    noisy,
+    prompt,
+    prompts,
+    shared,
+)
 from tests.multimodal.tiny import IMAGE, pictures, seeing, sounds, whisper
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
@@ -251,6 +264,28 @@ def test_features_are_cast_for_the_draft():
     call = {"input_features": sounds(), "max_new_tokens": 12, "return_timestamps": False}
     pair = both(whisper(), whisper().to(torch.float64), None, call, draft_budget=3)
     pair.assert_same().assert_drafted()
+
+
+class OwnPositions(MistralForCausalLM):
+    """Lets the model count slots, whatever positions there are: EXAONE 4.5, Kosmos 2.5."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return super().prepare_inputs_for_generation(*args, **kwargs) | {"position_ids": None}
+
+
+OwnPositions.prepare_inputs_for_generation.__module__ = "transformers.models.own_positions"
+
+
+@pytest.mark.parametrize("lengths", [(12,), (12, 5, 9)], ids=["one row", "rows"])
+def test_a_preparation_that_makes_positions_of_its_own(lengths):
+    """Rows are never moved about in its cache: padding and holes count as places in the text."""
+    model = build("mistral", attn="sdpa")
+    model.__class__ = OwnPositions
+    call = prompts(*lengths) | {"do_sample": False, "max_new_tokens": 40}
+    script = Scripted(model.generate(**call), [0, 4, 1, 2])
+    pair = both(model, script, None, call, draft_budget=4).assert_same().assert_drafted()
+    own = ["the model's own preparation of its inputs makes positions of its own"]
+    assert list(pair.stats.lockstep_reasons) == (own if len(lengths) > 1 else [])
 
 
 def _overriding(method: str) -> list[type]:

@@ -24,7 +24,9 @@ from tests.zoo.verdict import examine
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
-    parser.add_argument("types", nargs="*", help="model types or kinds (causal, seq2seq, speech); all by default")
+    parser.add_argument(
+        "types", nargs="*", help="model types or kinds (causal, seq2seq, speech, image); all by default"
+    )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table of all architectures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -131,6 +131,32 @@ OVERRIDES["vibevoice"] = {
     "diffusion_head_config": {"latent_size": 16},
 }
 
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+for _type in ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"):
+    OVERRIDES[_type] = {"text_config": {"rope_parameters=": _MROPE}}
+_HALF = _MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+OVERRIDES["glm4v_moe"] = {"text_config": {"rope_parameters=": _HALF}}
+OVERRIDES["ernie4_5_vl_moe"] = {"text_config": {"rope_parameters=": _MROPE | {"mrope_section": [1, 1, 2]}}}
+for _type in ("cohere_compass", "qwen4_exp"):
+    OVERRIDES[f"image: {_type}"] = {"text_config": OVERRIDES[f"{_type}_text"]}
+OVERRIDES["step3p7"] = {"text_config": {"sliding_window": 8}}
+OVERRIDES["inkling2"] = OVERRIDES["inkling2_loop"] = {"vision_config": {"text_hidden_size": 32}}
+OVERRIDES["molmo2"] = {"adapter_config": {"vision_feature_layer": [1, 0]}}
+OVERRIDES["nemotron_h_omni"] = {"vision_config": {"video_temporal_patch_size": 2}}
+OVERRIDES["chameleon"] = OVERRIDES["emu3"] = {"vocabulary_map=": {"<image>": 96}}
+OVERRIDES["kosmos-2.5"] = {
+    "text_config": {"embed_dim": 32, "layers": 2},
+    "vision_config": {"patch_embed_hidden_size": 32, "max_num_patches": 16},
+    "latent_query_num": 4,
+}
+OVERRIDES["blip"] = {"vision_config": {"image_size": 32, "patch_size": 16}}
+OVERRIDES["kosmos-2"] = {"text_config": {"embed_dim": 32, "layers": 2}, "latent_query_num": 4}
+OVERRIDES["idefics"] = {
+    "vision_config": {"embed_dim": 32, "image_size": 32, "patch_size": 16},
+    "additional_vocab_size": 1,
+    "use_resampler": False,
+}
+
 #: What a config class needs to be made at all.
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
@@ -155,8 +181,10 @@ STAND_INS: dict[str, dict[str, dict[str, Any]]] = {
     }
 }
 
-#: Sounds instead of text: the input's name and the shape of one row.
+#: Sounds or pictures instead of text: the input's name and the shape of one row.
 FEATURES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "blip": ("pixel_values", (3, 32, 32)),
+    "idefics": ("pixel_values", (1, 3, 32, 32)),
     "canary": ("input_features", (16, 16)),
     "cohere_asr": ("input_features", (16, 16)),
     "kyutai_speech_to_text": ("input_values", (1, 30 * 8)),
@@ -172,8 +200,11 @@ FEATURES: dict[str, tuple[str, tuple[int, ...]]] = {
     "speech: whisper": ("input_features", (16, 256)),
 }
 
-#: Those that are given a text besides the sounds.
-SOUND_AND_TEXT = ("voxtral_realtime",)
+#: Those that are given a text besides.
+WITH_TEXT = ("blip", "idefics", "voxtral_realtime")
+
+#: A mask of pictures that they want for each id of the text.
+PICTURE_MASKS = {"idefics": "image_attention_mask"}
 
 #: Rows of token ids for one text (as many as there are sound codebooks).
 ROWS_PER_TEXT = {"musicgen": 4, "musicgen_melody": 4}

@@ -8,7 +8,7 @@ from tests.zoo.verdict import EQUAL, PLAIN, VANILLA_FAILS, WRONG, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 _VERSION = "Written on transformers "
-_KINDS = {"causal": "Text", "seq2seq": "Text to text", "speech": "Sound to text"}
+_KINDS = {"causal": "Text", "seq2seq": "Text to text", "speech": "Sound to text", "image": "Text and pictures"}
 _MEANINGS = {
     EQUAL: "sped up, same tokens",
     PLAIN: "runs plain, with a reason",
@@ -24,8 +24,10 @@ def render(rows: Sequence[Row], version: str) -> str:
         "",
         "Every architecture in the release's tables of models that write text: a tiny random model each, called",
         "unpatched and patched with a draft of its own kind, greedy and sampled, with eager and SDPA attention, one",
-        "text and three texts of different lengths. *equal*: tokens, random state and warnings are the same, and some",
-        "tokens were drafted. *plain*: the same tokens without speculation, for the reason that `hfspec.stats` gives.",
+        "text and three texts of different lengths. Models of text and pictures get text alone (but for BLIP and",
+        "IDEFICS, which want a picture); `tests/multimodal` has pictures. *equal*: tokens, random state and warnings",
+        "are the same, and some tokens were drafted. *plain*: the same tokens without speculation, for the reason that",
+        "`hfspec.stats` gives. *fails*: vanilla cannot run the tiny model, or not on such a prompt.",
         "",
         f"{_VERSION}{version} by `python -m tests.zoo --write docs/zoo.md`; `tests/zoo/test_zoo.py` checks it.",
         "",

@@ -25,6 +25,7 @@ _MAPPINGS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
 #: Names of sizes, by the size they get.
 _NAMES_BY_SIZE = {
@@ -123,11 +124,13 @@ class Species:
 
 
 def all_species() -> list[Species]:
-    """Everything in the installed release's tables of models that write text."""
+    """Everything in the installed release's tables of models that write text; of images, what no other table has."""
+    elsewhere = {pair for kind, mapping in _MAPPINGS.items() if kind != "image" for pair in mapping.items()}
     return [
         Species(kind, model_type, class_name)
         for kind, mapping in _MAPPINGS.items()
         for model_type, class_name in mapping.items()
+        if kind != "image" or (model_type, class_name) not in elsewhere
     ]
 
 
