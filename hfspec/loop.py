@@ -83,19 +83,20 @@ class Loop:
         self.target.keep(outcomes)
         self.source.read(self.texts, outcomes)
 
+        proof_seconds = self.proving.single_seconds
         round_ = Round(
             draft,
             outcomes,
             num_read=verified.num_read,
             draft_seconds=draft_time.seconds,
-            verify_seconds=verify_time.seconds - self.proving.seconds,
-            seconds=time.perf_counter() - started - self.proving.seconds,
+            verify_seconds=verify_time.seconds - sum(proof_seconds),
+            seconds=time.perf_counter() - started - sum(proof_seconds),
             is_in_step=self.plan.is_in_step,
             at_work=at_work,
             caught_up=self.source.caught_up,
         )
         self.metrics.count_round(round_, self.target.problem or budget.why_plain)
-        self.controller.observe(round_)
+        self.controller.observe(round_, proof_seconds)
 
     def _goes_on(self) -> bool:
         """Whether some row goes on; rows that have ended by themselves leave target and draft."""
@@ -120,7 +121,9 @@ class Loop:
             return RoundBudget(0, why_plain=self.target.problem)
         if self.plan.is_in_step and not self.plan.pad_is_readable and any(self.texts.has_ended):
             return RoundBudget(0, why_plain="a row that has ended is fed a padding id that the model does not have")
-        budget = self.controller.next_round(self.texts.lengths, self.plan.max_length, self.target.num_unread)
+        budget = self.controller.next_round(
+            self.texts.lengths, self.plan.max_length, self.target.num_unread, self.proving.is_due
+        )
         budget.allows_trees = self._why_chains is None
         return budget
 

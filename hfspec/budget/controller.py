@@ -63,7 +63,13 @@ class Controller:
                 self._look_back()
             experience.acceptance.begin_call()
 
-    def next_round(self, lengths: Sequence[int], max_length: int | None = None, num_unread: int = 1) -> RoundBudget:
+    def next_round(
+        self,
+        lengths: Sequence[int],
+        max_length: int | None = None,
+        num_unread: int = 1,
+        measures_plain: bool = False,
+    ) -> RoundBudget:
         """The budget of the next round.
 
         Args:
@@ -71,11 +77,14 @@ class Controller:
             max_length: that the call may write up to; `None` if unlimited. A round commits one token more than
                 it drafts, so it never drafts all that remain. Texts that go on beyond are written plainly.
             num_unread: committed tokens a row that the target has to read besides the draft.
+            measures_plain: whether a draft will be proved by forwards over single tokens, whose times are told.
         """
         with self._experience.lock:
-            return self._next_round(lengths, max_length, num_unread)
+            return self._next_round(lengths, max_length, num_unread, measures_plain)
 
-    def _next_round(self, lengths: Sequence[int], max_length: int | None, num_unread: int) -> RoundBudget:
+    def _next_round(
+        self, lengths: Sequence[int], max_length: int | None, num_unread: int, measures_plain: bool
+    ) -> RoundBudget:
         self._batch = self._experience.with_rows(len(lengths))
         self._lengths, self._num_unread = lengths, num_unread
         if num_unread > _MOST_UNREAD:
@@ -90,7 +99,7 @@ class Controller:
             return RoundBudget(most)
         if self._budget.policy == "ratio":
             return RoundBudget(min(most, self._ratio_tokens))
-        if self._may_pause and (reason := self._why_plain(num_remaining)):
+        if self._may_pause and (reason := self._why_plain(num_remaining, measures_plain)):
             return RoundBudget(0, why_plain=reason)
         return self._measured(least=min(self._budget.min_tokens, most), most=most)
 
@@ -127,18 +136,25 @@ class Controller:
         self._pause()
         return RoundBudget(0, why_plain=_DOES_NOT_PAY)
 
-    def _why_plain(self, num_remaining: int | None) -> str:
+    def _why_plain(self, num_remaining: int | None, measures_plain: bool) -> str:
         """Why the next round is to be a plain one, empty if it need not."""
         batch = self._batch
         if batch.pause > 0:
             return _DOES_NOT_PAY
-        if batch.costs.needs_plain or batch.rounds_since_plain >= _PLAIN_EVERY:
+        if not measures_plain and (batch.costs.needs_plain or batch.rounds_since_plain >= _PLAIN_EVERY):
             return _MEASURES
         return "" if self._can_earn(num_remaining) else _EARNS_TOO_LITTLE
 
-    def observe(self, round_: Round) -> None:
-        """Learn from a finished round."""
+    def observe(self, round_: Round, plain_seconds: Sequence[float] = ()) -> None:
+        """Learn from a finished round.
+
+        Args:
+            plain_seconds: of forwards over single tokens that were made besides, for a proof.
+        """
         with self._experience.lock:
+            for seconds in plain_seconds:
+                self._batch.add_forward(1, seconds)
+                self._batch.rounds_since_plain = 0
             self._observe(round_)
 
     def _observe(self, round_: Round) -> None:

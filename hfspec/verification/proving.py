@@ -43,7 +43,8 @@ class Proving:
         num_before: places taken before the text begins.
 
     Attributes:
-        seconds: that the last `verify` spent on a proof, besides the forward that serves the round.
+        single_seconds: of each forward over one token that the last `verify` made for a proof, besides the forward that
+            serves the round.
         why_chains: why drafts must be chains, as a tree's forward has shown; `None` if none has.
     """
 
@@ -55,9 +56,14 @@ class Proving:
         self._fingerprint = fingerprint
         self._metrics = metrics
         self._num_before = num_before
-        self.seconds = 0.0
+        self.single_seconds: list[float] = []
         trees = trial.problem(fingerprint.for_trees)
         self.why_chains: str | None = None if trees is None else f"as a tree, {trees}"
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing is proved of the model as it stands, so that the first draft brings a proof."""
+        return self._trial.of(self._fingerprint) is None
 
     @property
     def widest(self) -> int:
@@ -83,7 +89,7 @@ class Proving:
         Raises:
             Exception: whatever a forward raises that vanilla would make, too.
         """
-        self.seconds = 0.0
+        self.single_seconds = []
         width = 1 + draft.num_tokens
         if width == 1:
             return self._target.verify(texts, draft)
@@ -108,10 +114,12 @@ class Proving:
         target, device = self._target, texts.device
         self._metrics.trials += 1
         generators = Generators(device)
-        with measured(device) as steps:
-            singles = [target.step(texts, draft, index) for index in range(min(_NUM_STEPS, at_hand.width))]
-        self.seconds = steps.seconds
-        self._metrics.plain_seconds += steps.seconds
+        singles = []
+        for index in range(min(_NUM_STEPS, at_hand.width)):
+            with measured(device) as step:
+                singles.append(target.step(texts, draft, index))
+            self.single_seconds.append(step.seconds)
+        self._metrics.plain_seconds += sum(self.single_seconds)
         try:
             verified = target.verify(texts, draft)
         except Exception as error:  # it is the model's, and says that the model takes no such forward

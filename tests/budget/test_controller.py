@@ -252,6 +252,24 @@ def test_a_good_pair_does_not_wait_in_its_second_call():
     assert machine.call(50)[0] > 0
 
 
+def test_a_proof_measures_plain_decoding_and_nothing_waits_for_it():
+    """The first round drafts; later ones are compared with what the proof's forwards over single tokens took."""
+    for is_due, plain_first in ((False, 2), (True, 0)):
+        experience = Experience()
+        controller = Controller(DraftBudget(), experience, reads_confidence=False)
+        budgets = []
+        for _ in range(4):
+            budget = controller.next_round([100], 200, measures_plain=is_due)
+            num = budget.num_tokens
+            budgets.append(num)
+            proof = [1.0, 1.2] if is_due and num else []
+            draft, verdict = Draft(rows(*[5] * num)), outcome(num, num, num + 1)
+            controller.observe(finished([draft], [verdict], 0.1 * num, 1.1, 1.1 + 0.1 * num), proof)
+            is_due = is_due and not num
+        assert [num > 0 for num in budgets] == [False] * plain_first + [True] * (4 - plain_first)
+        assert 1 / experience.with_rows(1).plain_rate == pytest.approx(1.1, abs=0.11)
+
+
 def test_plain_decoding_is_measured_again_now_and_then():
     """What a gain is compared with may change, with the length of the context above all."""
     machine = Machine(acceptance=0.8, draft=0.3)
