@@ -61,7 +61,7 @@ class Loop:
         """Read the prompt and commit the first token: before any drafting, as soon as in vanilla."""
         started = time.perf_counter()
         with measured(self.texts.device) as prefill:
-            verified = self.proving.prefill(self.texts.together())
+            verified = self.target.prefill(self.texts.together())
         with forwards.decoding(self.target.model):
             self.acceptor.begin(verified)
         self.metrics.prefills += 1

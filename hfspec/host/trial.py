@@ -20,7 +20,6 @@ from hfspec.host import caches
 from hfspec.host.modules import all_modules
 from hfspec.host.prepared import Prepared
 from hfspec.metrics import Proof
-from hfspec.sampling.devices import Generators
 
 #: Models as they stood that are remembered, for one patched model: adapters that take turns, kinds of cache.
 _MAX_PROOFS = 64
@@ -70,7 +69,6 @@ class Trial:
 
     def __init__(self) -> None:
         self._proofs: OrderedDict[Fingerprint, Proof] = OrderedDict()
-        self._still: OrderedDict[Fingerprint, None] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -97,22 +95,6 @@ class Trial:
             while len(self._proofs) > _MAX_PROOFS:
                 self._proofs.popitem(last=False)
         return proof
-
-    def draws(self, fingerprint: Fingerprint, since: Generators) -> bool:
-        """Whether the model's forwards draw random numbers, as far as those that were just made show it.
-
-        Where other threads run, it may have been them. A model that was seen once to draw nothing is believed then.
-
-        Args:
-            since: the generators before those forwards.
-        """
-        has_moved = since.have_moved
-        with self._lock:
-            if not has_moved:
-                self._still[fingerprint] = None
-                while len(self._still) > _MAX_PROOFS:
-                    self._still.popitem(last=False)
-            return has_moved and (since.are_ours or fingerprint not in self._still)
 
 
 def fingerprint(prepared: Prepared, cache: Any, is_ragged: bool) -> Fingerprint:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
@@ -66,6 +67,21 @@ def unmoved(device: torch.device) -> Iterator[None]:
         yield
     finally:
         generators.put_back()
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says nothing of its types
+    """Sees whether what is run within it, in this thread, draws random numbers."""
+
+    has_drawn: bool = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; attention that drops nothing is said to draw, and does not."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            names = [argument.name for argument in function._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            self.has_drawn |= "dropout_p" not in names or bool(given.get("dropout_p"))
+        return function(*args, **kwargs)
 
 
 def spare_bytes(device: torch.device) -> int:

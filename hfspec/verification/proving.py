@@ -7,6 +7,7 @@ if not, the round commits one token, from a forward over it alone, and the model
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from hfspec.drafts import Draft
 from hfspec.host.trial import Fingerprint, Trial, arithmetic, difference, rounding
 from hfspec.metrics import Metrics, Proof
 from hfspec.rounds import Verified
-from hfspec.sampling.devices import Generators
+from hfspec.sampling.devices import Generators, Watch
 from hfspec.texts import Texts
 from hfspec.verification.target import Target, TooFewLogitsError
 
@@ -71,16 +72,6 @@ class Proving:
         known = self._trial.of(self._fingerprint)
         return _FIRST_WIDTH if known is None else known.reach
 
-    def prefill(self, input_ids: torch.Tensor) -> Verified:
-        """The target's `prefill`; what it shows against the model is remembered."""
-        generators = Generators(input_ids.device)
-        verified = self._target.prefill(input_ids)
-        if self._trial.draws(self._fingerprint, generators):
-            self._target.problem = _DRAWS
-            if generators.are_ours:
-                self._trial.note(self._fingerprint, Proof(input_ids.shape[1], 1, problem=_DRAWS))
-        return verified
-
     def verify(self, texts: Texts, draft: Draft) -> Verified:
         """The target's `verify`; where that turns out wrong, the logits behind the texts alone, and no more.
 
@@ -120,13 +111,13 @@ class Proving:
                 singles.append(target.step(texts, draft, index))
             self.single_seconds.append(step.seconds)
         self._metrics.plain_seconds += sum(self.single_seconds)
+        if self._draw(generators, texts, draft):
+            generators.put_back()
+            return self._give_up(texts, draft, replace(at_hand, problem=_DRAWS))
         try:
             verified = target.verify(texts, draft)
         except Exception as error:  # it is the model's, and says that the model takes no such forward
             return self._after(error, texts, draft, at_hand)
-        if self._trial.draws(self._fingerprint, generators):
-            generators.put_back()
-            return self._give_up(texts, draft, replace(at_hand, problem=_DRAWS))
         proof = _compared(target.model, singles, verified, draft, at_hand)
         if proof.problem is None and not target.grows_alike([*singles, verified]):
             proof = replace(proof, problem=_GROWS)
@@ -134,6 +125,19 @@ class Proving:
             return self._give_up(texts, draft, proof)
         self._trial.note(self._fingerprint_of(draft), proof)
         return verified
+
+    def _draw(self, generators: Generators, texts: Texts, draft: Draft) -> bool:
+        """Whether the model has drawn random numbers since; where it may have been another thread, it is watched."""
+        if not generators.have_moved:
+            return False
+        if generators.are_ours:
+            return True
+        self._target.rewind()
+        watch = Watch()  # type: ignore[no-untyped-call]
+        with watch, suppress(Exception):  # compiled models may not bear it
+            self._target.step(texts, draft, 0)
+        self._target.rewind()
+        return watch.has_drawn
 
     def _after(self, error: Exception, texts: Texts, draft: Draft, at_hand: Proof) -> Verified:
         """An error that comes again is that of a forward over several tokens; one that does not would be vanilla's."""

@@ -6,6 +6,7 @@ What it does with several tokens at once nobody knows: such calls are as vanilla
 import copy
 import functools
 import inspect
+import threading
 
 import pytest
 import torch
@@ -276,10 +277,21 @@ class DrawsLater(LlamaForCausalLM):
 
 
 @each_call
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_a_model_that_draws_only_later(do_sample, call):
-    """The proof shows it, and what it drew is undone: the text and the stream of random numbers are vanilla's."""
-    pair = both(as_subclass(DrawsLater), noisy(), None, call | NEW | {"do_sample": do_sample}, draft_budget=4)
+def test_a_model_that_draws_only_later(do_sample, num_threads, call):
+    """The proof shows it, and what it drew is undone: the text and the stream of random numbers are vanilla's.
+
+    Where there are other threads, it might have been they: the model is looked at closely.
+    """
+    is_over = threading.Event()
+    idle = threading.Thread(target=is_over.wait, args=(60,))
+    if num_threads > 1:
+        idle.start()
+    try:
+        pair = both(as_subclass(DrawsLater), noisy(), None, call | NEW | {"do_sample": do_sample}, draft_budget=4)
+    finally:
+        is_over.set()
     pair.assert_same().assert_plain("draws random numbers")
 
 

@@ -145,7 +145,6 @@ def test_what_others_draw_stays_drawn(num_rows):
 
     hook = OnForward(model, before=let_draw)
     with hfspec.patched(model, noisy(), draft_budget=3):
-        model.generate(ids, max_new_tokens=1)  # nobody draws: the model is seen not to
         torch.manual_seed(0)
         thread.start()
         text = model.generate(ids, **NEW)

@@ -19,6 +19,7 @@ _FEWER_MODES = [mode for mode in MODES if mode.draft == "good" and mode.is_sampl
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @pytest.mark.parametrize("species", all_species()[_PART - 1 :: _PARTS], ids=lambda species: species.name)
 def test_same_tokens_and_the_verdict_on_the_page(species):
     """No call gives other tokens; on the page's own release the verdict is the page's.
