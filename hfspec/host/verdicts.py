@@ -164,7 +164,8 @@ def apart_problem(prepared: Prepared, cache: Any) -> str | None:
     position_ids = prepared.model_kwargs.get("position_ids")
     if position_ids is not None and (position_ids.dim() != 2 or not releases.ADVANCES_POSITIONS):
         return "positions are of a kind of their own"
-    if prepared.returns_states and prepared.generation_config.output_attentions and mask is not None:
+    is_padded = mask is not None and prepared.generation_config.output_attentions and not bool(mask.all())
+    if is_padded and prepared.returns_states:
         return "attention weights are wanted over padding, too"
     return None
 
