@@ -72,7 +72,6 @@ class Rollback(_WayBack):
         self._others = list(others)
         self._num_slots_before: int | None = None
         self._lengths_at_checkpoint: dict[int, int] = {}
-        self._lengths_before: dict[int, int] = {}  # before the last forward
         self._checkpoint_at = num_read
         self._restores: list[Callable[[], None]] = []
 
@@ -80,13 +79,6 @@ class Rollback(_WayBack):
     def goes_back_at_will(self) -> bool:
         """Whether `to` reaches any point, not only the last checkpoint."""
         return not self._states and not self._others and all(_crops(layer) for layer in self._layers)
-
-    @contextmanager
-    def reading(self, num_tokens: int) -> Iterator[None]:
-        """A forward over so many tokens a row; if it fails, whatever it has written is taken back."""
-        self._lengths_before = self._lengths()
-        with super().reading(num_tokens):
-            yield
 
     def checkpoint(self) -> None:
         """Everything read so far is committed: never go back beyond this point."""
@@ -110,7 +102,7 @@ class Rollback(_WayBack):
             return
         if self.goes_back_at_will:
             is_ahead = self.num_read != self._checkpoint_at
-            stood_still = self._still_at(self._lengths_at_checkpoint) if is_ahead else set()
+            stood_still = self._stood_still() if is_ahead else set()
             for number, layer in enumerate(self._layers):
                 if number not in stood_still:
                     _forget(layer, excess)
@@ -130,15 +122,16 @@ class Rollback(_WayBack):
             if isinstance(layer, DynamicLayer)
         }
 
-    def _still_at(self, lengths: dict[int, int]) -> set[int]:
-        """Which layers have not grown since they were so long: Mllama has some that hold an image, and no text."""
-        return {number for number, length in self._lengths().items() if lengths.get(number) == length}
+    def _stood_still(self) -> set[int]:
+        """Which layers have not grown since the checkpoint: Mllama has some that hold an image, and no text."""
+        before = self._lengths_at_checkpoint
+        return {number for number, length in self._lengths().items() if before.get(number) == length}
 
     def _take_back(self) -> None:
         if not self.goes_back_at_will:
             self._restore()
             return
-        stood_still = self._still_at(self._lengths_before)
+        stood_still = self._stood_still()
         for number, layer in enumerate(self._layers):
             if hasattr(layer, "get_seq_length") and number not in stood_still:
                 excess = int(layer.get_seq_length()) - (self._num_slots_before or 0) - self.num_read
