@@ -46,6 +46,7 @@ class Proving:
     Attributes:
         single_seconds: of each forward over one token that the last `verify` made for a proof, besides the forward that
             serves the round.
+        is_due: whether the first draft brings a proof, as nothing was known of the model as it stands.
         why_chains: why drafts must be chains, as a tree's forward has shown; `None` if none has.
     """
 
@@ -58,13 +59,9 @@ class Proving:
         self._metrics = metrics
         self._num_before = num_before
         self.single_seconds: list[float] = []
+        self.is_due = trial.of(fingerprint) is None
         trees = trial.problem(fingerprint.for_trees)
         self.why_chains: str | None = None if trees is None else f"as a tree, {trees}"
-
-    @property
-    def is_due(self) -> bool:
-        """Whether nothing is proved of the model as it stands, so that the first draft brings a proof."""
-        return self._trial.of(self._fingerprint) is None
 
     @property
     def widest(self) -> int:
@@ -104,6 +101,7 @@ class Proving:
     def _prove(self, texts: Texts, draft: Draft, at_hand: Proof) -> Verified:
         target, device = self._target, texts.device
         self._metrics.trials += 1
+        self.is_due = False
         generators = Generators(device)
         singles = []
         for index in range(min(_NUM_STEPS, at_hand.width)):
@@ -111,7 +109,7 @@ class Proving:
                 singles.append(target.step(texts, draft, index))
             self.single_seconds.append(step.seconds)
         self._metrics.plain_seconds += sum(self.single_seconds)
-        if self._draw(generators, texts, draft):
+        if self._has_drawn(generators, texts, draft):
             generators.put_back()
             return self._give_up(texts, draft, replace(at_hand, problem=_DRAWS))
         try:
@@ -126,7 +124,7 @@ class Proving:
         self._trial.note(self._fingerprint_of(draft), proof)
         return verified
 
-    def _draw(self, generators: Generators, texts: Texts, draft: Draft) -> bool:
+    def _has_drawn(self, generators: Generators, texts: Texts, draft: Draft) -> bool:
         """Whether the model has drawn random numbers since; where it may have been another thread, it is watched."""
         if not generators.have_moved:
             return False
