@@ -32,7 +32,7 @@ from hfspec.host.verdicts import plain_reason
 from hfspec.loop import Loop
 from hfspec.plan import Plan
 from hfspec.sampling.noise import BatchNoise
-from hfspec.sampling.processors import for_row
+from hfspec.sampling.processors import by_row
 from hfspec.texts import Texts
 from hfspec.verification.handback import complete
 from hfspec.verification.proving import Proving
@@ -152,8 +152,6 @@ def _speculate(call: Call, prepared: Prepared, cache: Any, plan: Plan, print_: F
     if prepared.streamer is not None:
         call.finish()  # who reads the text may ask for stats as soon as it ends
         prepared.streamer.end()
-    if record.is_by_rows:
-        record.gather_rows()
     sequences = texts.whole(plan.pad_id or 0)
     if prepared.returns_states or call.has_own_cache:
         with forwards.decoding(call.model):
@@ -166,7 +164,7 @@ def _acceptor(plan: Plan, prepared: Prepared, texts: Texts, noise: BatchNoise, r
     rule = _rule(plan, noise)
     processors = [prepared.processors]
     if not plan.is_in_step and prepared.num_rows > 1:
-        processors = [for_row(prepared.processors, row, prepared.num_rows) for row in range(prepared.num_rows)]
+        processors = by_row(prepared.processors, prepared.num_rows)
     walk = Walk(texts, rule, processors, prepared.criteria, record, plan.is_in_step, plan.pad_id, prepared.streamer)
     if not plan.is_vectorised:
         return walk

@@ -126,6 +126,11 @@ class Outcome:
         return len(self.token_ids)
 
     @property
+    def states(self) -> list[int]:
+        """The states of a `Verified` from which the committed tokens were chosen: the root's, then the path's."""
+        return [0, *(node + 1 for node in self.path)][: self.num_committed]
+
+    @property
     def is_straight(self) -> bool:
         """Whether the accepted nodes are the draft's first, so that their slots are where they belong."""
         return self.path == tuple(range(len(self.path)))

@@ -41,7 +41,7 @@ class Record:
             self._states[name] = self._begun(getattr(generation_config, f"output_{kind}"))
         self.scores = self._begun(generation_config.output_scores)
         self._logits = self._begun(generation_config.output_logits)
-        #: Whether tokens are added row by row, to be put together by `gather_rows`.
+        #: Whether tokens are added row by row, to be put together in the end.
         self.is_by_rows = by_rows > 0
         # Of each row, `[tokens, vocab]`, piece by piece.
         self._scores_of: list[list[torch.Tensor]] = [[] for _ in range(by_rows)]
@@ -78,18 +78,13 @@ class Record:
                 get = verified.attentions_at if "attentions" in name else verified.hidden_states_at
                 self._states[name] = (*states, get(index, name))
 
-    def gather_rows(self) -> None:
-        """Put together what rows at their own paces have brought, once all have as many tokens."""
-        if self.scores is not None:
-            self.scores = _by_tokens(self._scores_of)
-        if self._logits is not None:
-            self._logits = _by_tokens(self._logits_of)
-
     def output(self, input_ids: torch.Tensor, make_cache: Callable[[], Any]) -> Any:
         """What vanilla's `_sample` would return; the cache is asked for only if it is part of that."""
         if not self._returns_dict:
             return input_ids
         cache = make_cache()
+        if self.is_by_rows:
+            self._gather_rows()
         scores = {"sequences": input_ids, "scores": self.scores, "logits": self._logits}
         if self._encoder_outputs is None:
             return GenerateDecoderOnlyOutput(**scores, **self._states, **{releases.CACHE_KEY: cache})
@@ -98,6 +93,13 @@ class Record:
             for kind in ("attentions", "hidden_states")
         }
         return GenerateEncoderDecoderOutput(**scores, **encoder_states, **self._states, **{releases.CACHE_KEY: cache})
+
+    def _gather_rows(self) -> None:
+        """Put together what rows at their own paces have brought: all have as many tokens by now."""
+        if self.scores is not None:
+            self.scores = _by_tokens(self._scores_of)
+        if self._logits is not None:
+            self._logits = _by_tokens(self._logits_of)
 
     def _begun(self, flag: bool | None) -> tuple[Any, ...] | None:
         return () if self._returns_dict and flag else None

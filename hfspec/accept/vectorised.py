@@ -200,11 +200,9 @@ class Vectorised:
                 self._rule.end(row)
         if scores is not None and self._record.is_by_rows:
             for index, (row, outcome) in enumerate(zip(rows, outcomes.rows, strict=True)):
-                states = [0, *(node + 1 for node in outcome.path)][: outcome.num_committed]
-                self._record.add_scores_of(row, *(each[index, states] for each in scores))
+                self._record.add_scores_of(row, *(each[index, outcome.states] for each in scores))
         elif self._record.wants_any:
-            states = [0, *(node + 1 for node in outcomes.rows[0].path)][: outcomes.num_committed[0]]
-            for state in states:
+            for state in outcomes.rows[0].states:
                 self._record.add_states(verified, state)
                 if scores is not None:
                     self._record.add_scores(*(each[:, state].clone() for each in scores))

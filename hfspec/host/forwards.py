@@ -149,11 +149,15 @@ def with_slots(
     return kwargs
 
 
+def prepares_itself(model: PreTrainedModel) -> bool:
+    """Whether a class has a way of its own to prepare the inputs of a forward."""
+    return type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+
+
 def prepares_simply(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether the host hands ids, positions and mask on to the model as they are, with the same keywords each time."""
-    own = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
     has_types = any(model_kwargs.get(name) is not None for name in releases.TOKEN_TYPES)
-    return own and releases.FEEDS_BY_LENGTH and not has_types
+    return not prepares_itself(model) and releases.FEEDS_BY_LENGTH and not has_types
 
 
 def hands_on_positions(model: PreTrainedModel, cache: Any) -> bool:
@@ -162,8 +166,7 @@ def hands_on_positions(model: PreTrainedModel, cache: Any) -> bool:
     Args:
         cache: of the kind that the call uses, with whatever in it.
     """
-    own = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-    if own or not architectures.takes_position_ids(model):
+    if not prepares_itself(model) or not architectures.takes_position_ids(model):
         return True
     ids, position_ids = torch.zeros(2, 2, dtype=torch.long), torch.tensor([[7], [5]])
     kwargs: dict[str, Any] = {releases.CACHE_KEY: cache, "use_cache": True}

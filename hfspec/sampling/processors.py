@@ -84,6 +84,11 @@ def for_row(processors: LogitsProcessorList, row: int, num_rows: int) -> LogitsP
     return LogitsProcessorList([_of_row(each, row, num_rows) for each in processors])
 
 
+def by_row(processors: LogitsProcessorList, num_rows: int) -> list[LogitsProcessorList]:
+    """The same for each of the rows."""
+    return [for_row(processors, row, num_rows) for row in range(num_rows)]
+
+
 def _of_row(processor: Any, row: int, num_rows: int) -> Any:
     held = getattr(processor, _HELD_BY_ROW, None)
     if type(processor) not in _AWARE_TYPES or not isinstance(held, torch.Tensor) or held.shape[0] != num_rows:

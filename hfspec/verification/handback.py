@@ -12,7 +12,7 @@ from hfspec.drafts import Draft
 from hfspec.host.prepared import Prepared
 from hfspec.plan import Plan
 from hfspec.rounds import Outcome, Outcomes
-from hfspec.sampling.processors import for_row
+from hfspec.sampling.processors import by_row
 from hfspec.texts import Texts
 from hfspec.verification.fitting import fitted
 from hfspec.verification.proving import Proving
@@ -38,7 +38,7 @@ def complete(
     behind = texts.behind()
     if behind is None or pad_id is None:
         return 0
-    processors = [for_row(prepared.processors, row, prepared.num_rows) for row in range(prepared.num_rows)]
+    processors = by_row(prepared.processors, prepared.num_rows)
     processing = Processing(behind, processors, is_in_step=False)
     target.go_on_with(behind.rows)
     while rows := [row for row, length in enumerate(behind.lengths) if length < longest]:

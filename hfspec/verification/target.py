@@ -59,7 +59,8 @@ class Target:
     def prefill(self, input_ids: torch.Tensor) -> Verified:
         """Read the prompt `[rows, length]`; the logits choose the first token."""
         outputs, kwargs = forwards.prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
-        self._outputs = outputs if self._grows_itself else self._outputs
+        if self._grows_itself:
+            self._outputs = outputs
         self._model_kwargs = forwards.advance(self.model, outputs, kwargs, num_new_tokens=1)
         self._num_new = 1
         if others := _other_caches(self._model_kwargs):
@@ -171,7 +172,8 @@ class Target:
         self.num_forwards += 1
         with self._reading(num_read), stepping(self._stepping_layers), forwards.wide(num_rows, num_read):
             outputs = self.model(**model_inputs, return_dict=True)
-        self._outputs = outputs if self._grows_itself else self._outputs
+        if self._grows_itself:
+            self._outputs = outputs
         num_given = outputs.logits.shape[1]
         if num_given < num_logits:
             given = "the last token only" if num_given == 1 else f"{num_given} tokens"
