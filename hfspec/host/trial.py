@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hfspec.host import caches
 from hfspec.host.modules import all_modules
 from hfspec.host.prepared import Prepared
-from hfspec.metrics import Proof
+from hfspec.proof import Proof
 
 #: Models as they stood that are remembered, for one patched model: adapters that take turns, kinds of cache.
 _MAX_PROOFS = 64

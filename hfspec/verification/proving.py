@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from hfspec.budget.timing import measured
 from hfspec.drafts import Draft
 from hfspec.host.trial import Fingerprint, Trial, arithmetic, difference, rounding
-from hfspec.metrics import Metrics, Proof
+from hfspec.metrics import Metrics
+from hfspec.proof import Proof
 from hfspec.rounds import Verified
 from hfspec.sampling.devices import Generators, Watch
 from hfspec.texts import Texts

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 import hfspec
 from hfspec.host import caches, releases
 from hfspec.host.trial import Trial, arithmetic, difference, rounding
-from hfspec.metrics import Proof
+from hfspec.proof import Proof
 from tests.models import RECURRENT, both, build, noisy, plain_text, prompt, prompts
 
 NEW = {"max_new_tokens": 12}
